@@ -1,0 +1,27 @@
+"""The verified op: attention over a compressed KV cache with a proved bound on the damage.
+
+``certified_decode`` and ``quantize_`` run Triton on CUDA tensors and a vectorised torch path on CPU tensors, behind
+``torch.ops.witcert.*``. Nothing here imports the reference: the two are compared by the conformance suite only.
+"""
+
+from .budget import Budget, BudgetExhausted
+from .calibration import LayerCalibration
+from .layout import ObservatoryLayout, StoreLayout
+from .ops import Certificate, Guarantee, certified_decode, observe_, quantize_
+from .pool import ExactPages, ObservatoryPool, PackedPool
+
+__all__ = [
+    "Budget",
+    "BudgetExhausted",
+    "Certificate",
+    "ExactPages",
+    "Guarantee",
+    "LayerCalibration",
+    "ObservatoryLayout",
+    "ObservatoryPool",
+    "PackedPool",
+    "StoreLayout",
+    "certified_decode",
+    "observe_",
+    "quantize_",
+]

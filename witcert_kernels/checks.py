@@ -1,0 +1,48 @@
+"""Argument checks. Every message names the argument, what it got and what it wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_tensor(
+    name: str,
+    tensor: object,
+    shape: Sequence[int | None] | None = None,
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Raise unless ``tensor`` is a tensor of this shape (``None`` matches any size), dtype and device.
+
+    Raises:
+        TypeError: not a tensor, or another dtype.
+        ValueError: another shape or device.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, wants a tensor")
+    if dtype is not None:
+        allowed = dtype if isinstance(dtype, tuple) else (dtype,)
+        if tensor.dtype not in allowed:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, wants {' or '.join(map(str, allowed))}")
+    if shape is not None:
+        wanted = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
+        got = list(tensor.shape)
+        if len(got) != len(shape) or any(s is not None and s != g for s, g in zip(shape, got, strict=True)):
+            raise ValueError(f"{name}: got shape {got}, wants {wanted}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name}: got device {tensor.device}, wants {device}")
+
+
+def check_range(name: str, value: int | float, low: float, high: float, *, open_low: bool = False) -> None:
+    """Raise ``ValueError`` unless ``low <= value <= high`` (``low < value`` when ``open_low``)."""
+    if not (value > low if open_low else value >= low) or not value <= high:
+        raise ValueError(f"{name}: got {value}, wants a number in {'(' if open_low else '['}{low}, {high}]")
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name}: got {value!r}, wants one of {', '.join(map(repr, choices))}")

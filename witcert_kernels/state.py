@@ -1,0 +1,242 @@
+"""Split-KV partial results and their merge (design section 2.3; Lean ``WitCert.merge_splits``), and the meter.
+
+Everything but a tile's own arithmetic is float64 here. A partial covers some tokens of one sequence, ``[kv_heads, rows]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from . import rounding
+
+INF = float("inf")
+
+
+def _scale(values: Tensor, weight: Tensor) -> Tensor:
+    """``values * weight`` where infinity times a vanished weight stays infinite."""
+    return torch.where(values.isinf(), values, values * weight)
+
+
+def _weight(m: Tensor, top: Tensor) -> Tensor:
+    return torch.where(m == -INF, 0.0, (m - torch.where(top == -INF, 0.0, top)).exp())
+
+
+@dataclass
+class Moments:
+    """Maximum m and sums over the tokens relative to it: l of e^x, a1, a2 of e^x (e^c − 1) and its square; max of c."""
+
+    m: Tensor
+    l: Tensor  # noqa: E741
+    a1: Tensor
+    a2: Tensor
+    c_max: Tensor
+
+    def merge(self, other: Moments) -> Moments:
+        """The moments over the union of two disjoint sets of tokens."""
+        m = torch.maximum(self.m, other.m)
+        mine, theirs = _weight(self.m, m), _weight(other.m, m)
+        both = {n: _scale(getattr(self, n), mine) + _scale(getattr(other, n), theirs) for n in ("l", "a1", "a2")}
+        return Moments(m=m, c_max=torch.maximum(self.c_max, other.c_max), **both)
+
+    def meter(self, relative: float, absolute: Tensor) -> tuple[Tensor, Tensor]:
+        """Upper bounds of the meter and of the e-form's ``½ (A² − 1)``.
+
+        Args:
+            relative: relative error of l, a1 and a2.
+            absolute: error that underflow leaves in a1 and a2, over l, ``[kv_heads, rows]``.
+        """
+        l = self.l.clamp_min(torch.finfo(torch.float64).tiny)  # noqa: E741
+        a1 = self.a1 / l
+        a1_up, a2_up = a1 * (1 + relative) + absolute, self.a2 / l * (1 + relative) + absolute
+        a1_low = (a1 * (1 - relative) - absolute).clamp_min(0.0)
+        variance = torch.where(a2_up.isinf() | a1_low.isinf(), INF, a2_up - a1_low.square()).clamp_min(0.0)
+        total = 1 + a1_up
+        phi = torch.where(total <= 2, a1_up / total, 1 / (1 + 4 / total.square()))
+        sharp = (a1_up + variance.sqrt() / 2) / (total + 1)
+        tanh = (self.c_max / 2).tanh()
+        bound = torch.minimum(torch.minimum(phi, tanh), torch.where(sharp.isnan(), 1.0, sharp))
+        return torch.where(self.a1 == INF, 1.0, bound), a1_up + a1_up.square() / 2
+
+
+@dataclass
+class Partial:
+    """A partial result. Besides the moments under the kernel's own logits:
+
+    acc ``[kv_heads, rows, d_v]`` Σ e^x v̂, rho Σ e^x ρ; zeta_max the largest ζ; m_a, l_a log-sum-exp of x + c;
+    norm the largest ‖v̂‖ + ρ; bad, bad_v whether a token that was attended is not finite; compressed how many compressed
+    tokens were attended; known the second set under w = y − r with e1, e2 the sums of e^w e^r and e^w (e^r − 1)^i.
+    """
+
+    moments: Moments
+    acc: Tensor
+    rho: Tensor
+    zeta_max: Tensor
+    m_a: Tensor
+    l_a: Tensor
+    norm: Tensor
+    bad: Tensor
+    bad_v: Tensor
+    compressed: Tensor
+    known: Moments | None = None
+    er: Tensor | None = None
+    e1: Tensor | None = None
+    e2: Tensor | None = None
+    shares: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, kv_heads: int, rows: int, head_dim_v: int, device: torch.device, *, known: bool) -> Partial:
+        """No tokens."""
+
+        def full(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.full((kv_heads, rows), value, dtype=dtype, device=device)
+
+        def moments() -> Moments:
+            return Moments(full(-INF), full(0), full(0), full(0), full(0))
+
+        return cls(
+            moments=moments(),
+            acc=torch.zeros(kv_heads, rows, head_dim_v, dtype=torch.float64, device=device),
+            rho=full(0),
+            zeta_max=full(0),
+            m_a=full(-INF),
+            l_a=full(0),
+            norm=full(0),
+            bad=full(0, torch.bool),
+            bad_v=full(0, torch.bool),
+            compressed=full(0, torch.int64),
+            known=moments() if known else None,
+            er=full(0) if known else None,
+            e1=full(0) if known else None,
+            e2=full(0) if known else None,
+        )
+
+    def merge(self, other: Partial) -> Partial:
+        """The partial over the union of two disjoint sets of tokens."""
+        moments = self.moments.merge(other.moments)
+        mine, theirs = _weight(self.moments.m, moments.m), _weight(other.moments.m, moments.m)
+        m_a = torch.maximum(self.m_a, other.m_a)
+        merged = Partial(
+            moments=moments,
+            acc=self.acc * mine[..., None] + other.acc * theirs[..., None],
+            rho=self.rho * mine + other.rho * theirs,
+            zeta_max=torch.maximum(self.zeta_max, other.zeta_max),
+            m_a=m_a,
+            l_a=self.l_a * _weight(self.m_a, m_a) + other.l_a * _weight(other.m_a, m_a),
+            norm=torch.maximum(self.norm, other.norm),
+            bad=self.bad | other.bad,
+            bad_v=self.bad_v | other.bad_v,
+            compressed=self.compressed + other.compressed,
+            shares=self.shares + other.shares,
+        )
+        if self.known is not None and other.known is not None:
+            known = self.known.merge(other.known)
+            mine, theirs = _weight(self.known.m, known.m), _weight(other.known.m, known.m)
+            sums = {
+                n: _scale(getattr(self, n), mine) + _scale(getattr(other, n), theirs) for n in ("er", "e1", "e2")
+            }
+            merged = replace(merged, known=known, **sums)
+        return merged
+
+    def rows(self, start: int, stop: int) -> Partial:
+        """Rows ``start`` to ``stop`` only."""
+
+        def cut(value: object) -> object:
+            if isinstance(value, Tensor):
+                return value[:, start:stop]
+            return replace(value, **{f.name: cut(getattr(value, f.name)) for f in fields(value)}) if isinstance(
+                value, Moments
+            ) else value
+
+        return replace(self, **{f.name: cut(getattr(self, f.name)) for f in fields(self)})  # type: ignore[arg-type]
+
+
+def exp_moments(x: Tensor, c: Tensor) -> tuple[Moments, Tensor, Tensor]:
+    """Moments of one tile ``[kv_heads, rows, tokens]``, −Inf in x where a token is not attended.
+
+    Returns the moments, the weights e^(x − m) and the excess weights e^(x − m) (e^c − 1), in x's dtype. c is not negative
+    and already an upper bound in x's dtype.
+    """
+    m = x.amax(-1)
+    shifted = x - torch.where(m == -INF, 0.0, m)[..., None]
+    p = shifted.exp()
+    c = c.masked_fill(x == -INF, 0.0)  # 0 * Inf is not 0
+    c_max = c.amax(-1)
+    if c_max.numel() and float(c_max.max()) > 20:
+        # e^c may leave the range while its weight is tiny: multiply in the exponent, with room to 10^308
+        wide, exponent = c.to(torch.float64), shifted.to(torch.float64)
+        excess64 = torch.where(wide < 20, exponent.exp() * wide.expm1(), (exponent + wide).exp())
+        square64 = torch.where(wide < 20, excess64 * wide.expm1(), (exponent + 2 * wide).exp())
+        excess, a1, a2 = excess64, excess64.sum(-1), square64.sum(-1)
+    else:
+        rise = c.expm1()
+        excess = p * rise
+        a1, a2 = excess.sum(-1, dtype=torch.float64), (excess * rise).sum(-1, dtype=torch.float64)
+    l = p.sum(-1, dtype=torch.float64)  # noqa: E741
+    return Moments(m.to(torch.float64), l, a1, a2, c_max.to(torch.float64)), p, excess
+
+
+def log_mass(moments: Moments, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """``(m_a, l_a)`` with Σ e^(x + c) = l_a e^(m_a), no overflow for any finite c."""
+    if float(moments.a1.max()) < 1e200:
+        return moments.m, moments.l + moments.a1
+    total = (x.to(torch.float64) + c).logsumexp(-1)
+    return total, (total > -INF).to(torch.float64)
+
+
+@dataclass
+class Result:
+    """What a read reports, ``[kv_heads, rows]`` each but ``out`` ``[kv_heads, rows, d_v]``; float64."""
+
+    out: Tensor
+    lse: Tensor
+    meter: Tensor
+    eform: Tensor
+    risk: Tensor
+    value_error: Tensor
+
+
+def finish(part: Partial, tokens: int, sum_error: float, out_error: float, small: float) -> Result:
+    """Evaluate a merged partial.
+
+    Args:
+        tokens: most tokens that a row attended, for what underflow may have lost.
+        sum_error: relative error of the tiles' weighted sums of v̂.
+        out_error: relative error of casting the output.
+        small: absolute error of one weight below the working dtype's normal range.
+    """
+    mo = part.moments
+    seen = mo.l > 0
+    l = torch.where(seen, mo.l, 1.0)  # noqa: E741
+    rise = mo.c_max.clamp_max(20).expm1()
+    absolute = tokens * small * (1 + rise) ** 2 / l
+    rounded = (part.zeta_max / 2).tanh() + tokens * small
+    bound, eform = mo.meter(rounding.MOMENT_REL, absolute)
+    if part.known is not None and part.er is not None and part.e1 is not None and part.e2 is not None:
+        kl = torch.where(part.known.l > 0, part.known.l, 1.0)
+        mean, e1, e2 = part.er / kl, part.e1 / kl, part.e2 / kl
+        spread = (e2 - e1.square()).clamp_min(0.0) + rounding.MOMENT_REL**2 * (e2 + e1.square())
+        deviation = spread.sqrt() / (2 * mean) * (1 + rounding.MOMENT_REL)
+        known_bound, _ = part.known.meter(rounding.MOMENT_REL, absolute)
+        two = torch.where(deviation.isnan(), INF, deviation) + known_bound
+        bound = torch.minimum(bound, two)
+    meter = ((bound + rounded) * (1 + 2.0**-20)).clamp_max(1.0)
+    meter = torch.where(part.bad, 1.0, torch.where(seen, meter, 0.0))
+    top = part.norm
+    out = part.acc / l[..., None]
+    mean_rho = part.rho / l
+    value_error = 2 * meter * top + mean_rho * (1 + sum_error) + (sum_error + small * tokens) * top
+    value_error = (value_error + out_error * (top + value_error)) * (1 + 2.0**-20)
+    value_error = torch.where(part.bad_v | part.bad & (top == INF), INF, torch.where(seen, value_error, 0.0))
+    lse = torch.where(seen, mo.m + l.log(), -INF)
+    risk = torch.where(seen, part.m_a + part.l_a.log() - lse, 0.0).clamp_min(0.0)
+    return Result(
+        out=torch.where(seen[..., None], out, 0.0),
+        lse=lse,
+        meter=meter,
+        eform=torch.where(part.bad, INF, torch.where(seen, eform, 0.0)),
+        risk=torch.where(part.bad, INF, risk),
+        value_error=value_error,
+    )
