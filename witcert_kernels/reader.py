@@ -24,6 +24,7 @@ from .state import INF, Moments, Partial, Result, exp_moments, finish, log_mass
 
 TILE = 512
 ROWS = 128
+FEW_ROWS = 64  # up to here exact keys are multiplied in float64, which leaves next to no rounding to account for
 U = rounding.U
 
 
@@ -335,8 +336,14 @@ def exact_tile(
     lost, lost_v = ~k.isfinite().all(-1), ~v.isfinite().all(-1)
     keys = k.to(torch.float32).masked_fill(lost[..., None], 0.0)
     values = v.to(torch.float32).masked_fill(lost_v[..., None], 0.0)
-    qs = (options.sm_scale * q64).to(torch.float32)
-    x = qs @ keys.transpose(1, 2)
+    if span.q.shape[1] <= FEW_ROWS:
+        x = ((options.sm_scale * q64) @ keys.to(torch.float64).transpose(1, 2)).to(torch.float32)
+        zeta = torch.zeros_like(q64[..., 0])
+    else:
+        qs = (options.sm_scale * q64).to(torch.float32)
+        x = qs @ keys.transpose(1, 2)
+        size = qs.double().square().sum(-1).sqrt() * keys.double().square().sum(-1).amax(-1, True).sqrt()
+        zeta = size * ((k.shape[-1] + 8) * U)
     if bias is not None:
         x = x + bias
     x = softcap(x, options.cap)
@@ -345,8 +352,7 @@ def exact_tile(
     if allowed is not None:
         x = x.masked_fill(~allowed, -INF)
         reached, reached_v = reached & allowed, reached_v & allowed
-    size = qs.to(torch.float64).square().sum(-1).sqrt() * keys.to(torch.float64).square().sum(-1).amax(-1, True).sqrt()
-    zeta = (size * ((k.shape[-1] + 8) * U) + row_error(x, options.cap)) * (1 + 2.0**-10)
+    zeta = (zeta + row_error(x, options.cap)) * (1 + 2.0**-10)
     m = x.amax(-1)
     p = (x - torch.where(m == -INF, 0.0, m)[..., None]).exp()
     l, rise = p.sum(-1, dtype=torch.float64), zeta.expm1() * (1 + 2.0**-40)  # noqa: E741
