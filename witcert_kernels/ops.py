@@ -486,7 +486,8 @@ def _check_values(
     if sinks is not None and not bool(sinks.isfinite().all()):
         raise ValueError("sinks: got a number that is not finite, wants finite ones")
     if bias is not None:
-        longest = int(seq_lens.max()) + (int(per_row.max()) if k_new is not None else 0) if len(seq_lens) else 0
+        lengths = seq_lens if k_new is None else seq_lens + per_row
+        longest = int(lengths.max()) if len(lengths) else 0
         if bias.shape[-1] < longest:
             raise ValueError(f"bias: got {bias.shape[-1]} tokens, wants {longest} at least")
         if not bool(((bias < float("inf"))).all()):

@@ -73,10 +73,10 @@ def packed_query(
     mu64, f64, u64 = mu.to(torch.float64), f.to(torch.float64), u.to(torch.float64)
     z = (q64 * f64[:, None, :]).scatter(-1, channels, 0.0)
     # any coefficient is sound, so the rounded one is the coefficient
-    a = torch.einsum("kmd,krd->kmr", z, u64).to(torch.float32).to(torch.float64)
-    w = (z - torch.einsum("kmr,krd->kmd", a, u64)).scatter(-1, channels, 0.0).abs()
+    a = (z @ u64.transpose(1, 2)).to(torch.float32).to(torch.float64)
+    w = (z - a @ u64).scatter(-1, channels, 0.0).abs()
     unit = u64.abs().unflatten(-1, (groups, -1)).sum(-1) / 254  # [kv_heads, r, groups]
-    a_abs = torch.einsum("kmr,krg->kmg", a.abs(), unit)
+    a_abs = a.abs() @ unit
     zs = (sm_scale * z).to(torch.float32)
     magnitude = rounding.CODE_MAX * (sm_scale * z).abs().unflatten(-1, (groups, -1)).sum(-1) + 127 * sm_scale * a_abs
     terms = d + r + groups + rounding.DOT_EXTRA
@@ -93,14 +93,16 @@ def packed_query(
         radius_square=up((sm_scale * rounding.STEP_WIDEN) ** 2 / 6 * grouped.square().sum(-1)),
         radius_bias=up(half * GRID_STEP),
         bypass=sm_scale * q64.gather(-1, channels),
-        shift=sm_scale * torch.einsum("kmd,kd->km", q64, mu64),
+        shift=sm_scale * (q64 * mu64[:, None, :]).sum(-1),
         bad=bad | ~zs.isfinite().all(-1) | ~(magnitude < 1e30).all(-1),
     )
     return coefficient
 
 
 def _band_norms(w: Tensor, band_of_channel: Tensor, bands: int) -> Tensor:
-    band = torch.nn.functional.one_hot(band_of_channel, max(bands, 1))[:, :bands].to(torch.float64)
+    if bands == 0:
+        return w[..., :0]
+    band = torch.nn.functional.one_hot(band_of_channel, bands).to(torch.float64)
     return (w.square() @ band).sqrt()
 
 
@@ -127,8 +129,8 @@ def observatory_query(
     q64, bad = finite_rows(q)
     u64 = u.to(torch.float64)
     z = q64 * f.to(torch.float64)[:, None, :]
-    a = torch.einsum("kmd,krd->kmr", z, u64)
-    w = z - torch.einsum("kmr,krd->kmd", a, u64)
+    a = z @ u64.transpose(1, 2)
+    w = z - a @ u64
     scale = sm_scale * (1 + 2.0**-40)
     return ObservatoryQuery(
         q=sm_scale * q64,

@@ -6,6 +6,7 @@ Tokens are read in tiles. No tile is larger than ``TILE`` tokens of one sequence
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from .query import (
     observatory_query,
     packed_query,
 )
-from .state import INF, Moments, Partial, Result, exp_moments, finish, log_mass
+from .state import INF, Moments, Partial, Result, exp_moments, finish, log_mass, merge
 
 TILE = 512
 ROWS = 128
@@ -74,12 +75,13 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return x if cap == 0 else cap * (x / cap).tanh()
 
 
-def row_error(x: Tensor, cap: float) -> Tensor:
+def row_error(x: Tensor, cap: float, masked: bool) -> Tensor:
     """Rounding of float32 logits and of e^(x − m) that does not scale with a token's step, ``[kv_heads, rows]``."""
     top = x.amax(-1)
-    low = torch.where(x == -INF, INF, x).amin(-1)
-    size = torch.maximum(top.abs(), low.abs()).masked_fill(top == -INF, 0.0)
-    spread = (top - low).masked_fill(top == -INF, 0.0).clamp_max(104.0)
+    low = (torch.where(x == -INF, INF, x) if masked else x).amin(-1)
+    size, spread = torch.maximum(top.abs(), low.abs()), (top - low).clamp_max(104.0)
+    if masked:
+        size, spread = (t.masked_fill(top == -INF, 0.0) for t in (size, spread))
     return (U * (rounding.LOGIT_ADDS * size + spread) + rounding.EXP_ERROR + rounding.TANH_ERROR * cap) * (1 + 2.0**-10)
 
 
@@ -110,7 +112,6 @@ class PackedReader:
     def tile(
         self,
         query: PackedQuery,
-        span: Span,
         options: Options,
         pages: Tensor,
         start: int,
@@ -180,9 +181,10 @@ class PackedReader:
         if allowed is not None:
             x = x.masked_fill(~allowed, -INF)
             rounded = rounded.masked_fill(~allowed, 0.0)
-        constant = row_error(x, options.cap)
+        masked = allowed is not None
+        constant = row_error(x, options.cap, masked)
         c = (bound + constant[..., None]) * rounding.FLOAT_UP
-        moments, p, excess = exp_moments(x, c)
+        moments, p, excess = exp_moments(x, c, masked)
         m_a, l_a = log_mass(moments, x, c)
 
         scale_v = self._load("v_scale", pages, cut).to(torch.float32)
@@ -212,7 +214,7 @@ class PackedReader:
             norm=self.t["v_norm"][pages].amax(0)[:, None].expand_as(moments.m).to(torch.float64),
             bad=bad,
             bad_v=bad_v,
-            compressed=(x > -INF).sum(-1),
+            compressed=_attended(x, allowed),
             shares=_shares(excess, moments.m, start, stop, self.page_size) if options.want_shares else [],
         )
 
@@ -249,7 +251,6 @@ class ObservatoryReader:
     def tile(
         self,
         query: ObservatoryQuery,
-        span: Span,
         options: Options,
         pages: Tensor,
         start: int,
@@ -267,12 +268,12 @@ class ObservatoryReader:
         if bias is not None:
             raw = raw + bias
         x = softcap(raw, options.cap)
-        blocked = None if allowed is None else ~allowed
+        blocked, masked = None if allowed is None else ~allowed, allowed is not None
         if blocked is not None:
             x = x.masked_fill(blocked, -INF)
         zeta = 2.0**-40 * (1 + torch.where(x == -INF, 0.0, x).abs().amax(-1) + options.cap)
         c = (query.witness @ witness + zeta[..., None]) * (1 + 2.0**-40)
-        moments, p, excess = exp_moments(x, c)
+        moments, p, excess = exp_moments(x, c, masked)
         m_a, l_a = log_mass(moments, x, c)
         known = er = e1 = e2 = None
         if self.r:
@@ -285,7 +286,7 @@ class ObservatoryReader:
             c_two = query.outside @ witness + query.a_error[..., None] * unit + 4 * zeta[..., None]
             c_two = (c_two * (1 + 2.0**-40)).masked_fill(clamped[:, None, :], INF)
             w = x - r
-            known, p_w, _ = exp_moments(w, c_two)
+            known, p_w, _ = exp_moments(w, c_two, masked)
             er, e1 = (p_w * r.exp()).sum(-1), (p_w * r.expm1()).sum(-1)
             e2 = (p_w * r.expm1().square()).sum(-1)
         values, error = self._load("v_hat", pages, cut), self._load("v_error", pages, cut)[..., 0]
@@ -304,13 +305,20 @@ class ObservatoryReader:
             norm=self.t["v_norm"][pages].amax(0)[:, None].expand_as(moments.m).to(torch.float64),
             bad=query.bad | reached.any(-1),
             bad_v=reached_v.any(-1) | torch.zeros_like(query.bad),
-            compressed=(x > -INF).sum(-1),
+            compressed=_attended(x, allowed),
             known=known,
             er=er,
             e1=e1,
             e2=e2,
             shares=_shares(excess, moments.m, start, stop, self.page_size) if options.want_shares else [],
         )
+
+
+def _attended(x: Tensor, allowed: Tensor | None) -> Tensor:
+    """How many tokens of a tile each row attends to, int64 ``[kv_heads, rows]``."""
+    if allowed is None:
+        return torch.full(x.shape[:2], x.shape[2], dtype=torch.int64, device=x.device)
+    return allowed.sum(-1).expand(x.shape[:2])
 
 
 def _shares(excess: Tensor, m: Tensor, start: int, stop: int, page_size: int) -> list[tuple[int, Tensor, Tensor]]:
@@ -352,7 +360,7 @@ def exact_tile(
     if allowed is not None:
         x = x.masked_fill(~allowed, -INF)
         reached, reached_v = reached & allowed, reached_v & allowed
-    zeta = (zeta + row_error(x, options.cap)) * (1 + 2.0**-10)
+    zeta = (zeta + row_error(x, options.cap, allowed is not None)) * (1 + 2.0**-10)
     m = x.amax(-1)
     p = (x - torch.where(m == -INF, 0.0, m)[..., None]).exp()
     l, rise = p.sum(-1, dtype=torch.float64), zeta.expm1() * (1 + 2.0**-40)  # noqa: E741
@@ -447,8 +455,9 @@ def decode(
                 low=low,
                 high=high,
             )
+            query = reader.query(span.q, sm_scale)
             parts = _read(
-                reader, span, options, page_table[b], length, repaired, exact_k, exact_v, splits,
+                reader, query, span, options, page_table[b], length, repaired, exact_k, exact_v, splits,
                 None if bias is None else _group_bias(bias[first:stop], kv_heads),
             )  # fmt: skip
             if k_new is not None and v_new is not None:
@@ -457,33 +466,26 @@ def decode(
                 end = stop - bounds[b] if causal else total
                 for t0 in range(begin, end, TILE):
                     t1 = min(t0 + TILE, end)
-                    part = exact_tile(
-                        span,
-                        options,
-                        keys[:, t0:t1],
-                        values[:, t0:t1],
-                        span.mask(length + t0, length + t1),
-                        None if bias is None else _group_bias(bias[first:stop], kv_heads)[..., length + t0 : length + t1],
-                        known=reader.known,
-                    )
-                    parts = parts.merge(part)
+                    here = None if bias is None else _group_bias(bias[first:stop], kv_heads)[..., length + t0 : length + t1]
+                    allowed, here = _bias_mask(span.mask(length + t0, length + t1), here)
+                    chunk = keys[:, t0:t1], values[:, t0:t1]
+                    parts.append(exact_tile(span, options, *chunk, allowed, here, known=reader.known))
             if sinks is not None:
-                parts = parts.merge(
-                    sink_partial(sinks, span.q.shape[1], kv_heads, head_dim_v, known=reader.known)
-                )
+                parts.append(sink_partial(sinks, span.q.shape[1], kv_heads, head_dim_v, known=reader.known))
+            if not parts:
+                parts = [Partial.empty(kv_heads, span.q.shape[1], head_dim_v, q.device, known=reader.known)]
+            merged = merge(parts)
             result = finish(
-                parts,
+                merged,
                 tokens=length + total,
                 sum_error=(TILE + 16) * U,
                 out_error=torch.finfo(q.dtype).eps,
                 small=rounding.UNDERFLOW,
             )
-            shift = 0.0
-            if not mixed and isinstance(reader, PackedReader):
-                shift = reader.query(span.q, sm_scale).shift
-            _store(out[first:stop], report[:, first:stop], result, shift, parts.compressed, per_head)
+            shift = query.shift if isinstance(query, PackedQuery) and not mixed else 0.0
+            _store(out[first:stop], report[:, first:stop], result, shift, merged.compressed, per_head)
             if want_shares:
-                _store_shares(shares[b], parts, per_head)
+                _store_shares(shares[b], merged)
     f32 = [_round_up(report[i]) if i else report[i].to(torch.float32) for i in range(5)]
     return (out, *f32, report[5].to(torch.int32), shares)
 
@@ -501,8 +503,19 @@ def _group_bias(bias: Tensor, kv_heads: int) -> Tensor:
     return group_rows(bias, kv_heads)
 
 
+def _bias_mask(allowed: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """A bias of −Inf as a mask, since a cap would make it finite; the bias is 0 there."""
+    if bias is None:
+        return allowed, None
+    off = bias == -INF
+    if not bool(off.any()):
+        return allowed, bias
+    return ~off if allowed is None else allowed & ~off, bias.masked_fill(off, 0.0)
+
+
 def _read(
     reader: PackedReader | ObservatoryReader,
+    query: Any,
     span: Span,
     options: Options,
     page_row: Tensor,
@@ -512,34 +525,32 @@ def _read(
     exact_v: Tensor,
     splits: int,
     bias: Tensor | None,
-) -> Partial:
-    """All stored tokens of one sequence, in ``splits`` partial results that are merged."""
+) -> list[Partial]:
+    """All stored tokens of one sequence, one partial result for each of ``splits`` runs of pages."""
     page_size = reader.page_size
-    empty = Partial.empty(reader.kv_heads, span.q.shape[1], exact_v.shape[-1], span.q.device, known=reader.known)
     begin = 0 if span.window_left < 0 else max(0, span.low - span.window_left)
     end = min(length, span.high + 1) if span.causal else length
     if end <= begin:
-        return empty
-    query = reader.query(span.q, options.sm_scale)
+        return []
     first, last = begin // page_size, (end - 1) // page_size + 1
     per_split = -(-(last - first) // splits)
     tile_pages = max(1, TILE // page_size)
-    total = empty
+    parts = []
     for split in range(first, last, per_split):
-        part = empty
+        tiles = []
         split_end = min(split + per_split, last)
         for page in range(split, split_end, tile_pages):
             page_stop = min(page + tile_pages, split_end)
             start, stop = max(begin, page * page_size), min(end, page_stop * page_size)
-            allowed = span.mask(start, stop)
-            here = None if bias is None else bias[..., start:stop]
+            allowed, here = _bias_mask(span.mask(start, stop), None if bias is None else bias[..., start:stop])
             if repaired is not None and options.with_shift:
                 exact = repaired[:, page:page_stop] >= 0
-                part = part.merge(
-                    _repaired(
-                        reader, span, options, repaired, exact_k, exact_v, exact, page, start, stop, allowed, here
+                if bool(exact.any()):
+                    tiles.append(
+                        _repaired(
+                            reader, span, options, repaired, exact_k, exact_v, exact, page, start, stop, allowed, here
+                        )
                     )
-                )
                 if bool(exact.all()):
                     continue
                 if bool(exact.any()):
@@ -548,9 +559,9 @@ def _read(
                     allowed = kept if allowed is None else allowed & kept
                     allowed = allowed.expand(-1, span.q.shape[1], -1)
             pages = page_row[page:page_stop].to(torch.int64)
-            part = part.merge(reader.tile(query, span, options, pages, start, stop, allowed, here))
-        total = total.merge(part)
-    return total
+            tiles.append(reader.tile(query, options, pages, start, stop, allowed, here))
+        parts.append(merge(tiles))
+    return parts
 
 
 def _repaired(
@@ -583,7 +594,7 @@ def _repaired(
                 options,
                 exact_k[slot, token % page_size][None],
                 exact_v[slot, token % page_size][None],
-                None if allowed is None else allowed[..., here],
+                None if allowed is None else allowed.expand(reader.kv_heads, -1, -1)[kv_head : kv_head + 1][..., here],
                 None if bias is None else bias[kv_head : kv_head + 1][..., here],
                 known=reader.known,
             )
@@ -621,7 +632,7 @@ def _store(
         row.copy_(_ungroup(column, per_head))
 
 
-def _store_shares(shares: Tensor, parts: Partial, per_head: int) -> None:
+def _store_shares(shares: Tensor, parts: Partial) -> None:
     """The largest share of a1 that a page has in any query row of its kv head, ``[kv_heads, pages]``."""
     for first, excess, m in parts.shares:
         weight = torch.where(m == -INF, 0.0, (m - parts.moments.m).exp()) / parts.moments.l.clamp_min(1e-300)

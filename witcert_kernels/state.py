@@ -5,7 +5,8 @@ Everything but a tile's own arithmetic is float64 here. A partial covers some to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,13 +16,16 @@ from . import rounding
 INF = float("inf")
 
 
-def _scale(values: Tensor, weight: Tensor) -> Tensor:
-    """``values * weight`` where infinity times a vanished weight stays infinite."""
-    return torch.where(values.isinf(), values, values * weight)
+def _weights(m: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of the parts' maxima m ``[parts, …]``, and each part's e^(m − max), 0 for an empty part."""
+    top = m.amax(0)
+    return top, (m - torch.where(top == -INF, 0.0, top)).exp()
 
 
-def _weight(m: Tensor, top: Tensor) -> Tensor:
-    return torch.where(m == -INF, 0.0, (m - torch.where(top == -INF, 0.0, top)).exp())
+def _total(values: Tensor, weights: Tensor) -> Tensor:
+    """``Σ values * weights`` over the parts, where infinity times a vanished weight stays infinite."""
+    product = values * weights
+    return torch.where(values.isinf(), values, product).sum(0) if bool(product.isnan().any()) else product.sum(0)
 
 
 @dataclass
@@ -33,13 +37,6 @@ class Moments:
     a1: Tensor
     a2: Tensor
     c_max: Tensor
-
-    def merge(self, other: Moments) -> Moments:
-        """The moments over the union of two disjoint sets of tokens."""
-        m = torch.maximum(self.m, other.m)
-        mine, theirs = _weight(self.m, m), _weight(other.m, m)
-        both = {n: _scale(getattr(self, n), mine) + _scale(getattr(other, n), theirs) for n in ("l", "a1", "a2")}
-        return Moments(m=m, c_max=torch.maximum(self.c_max, other.c_max), **both)
 
     def meter(self, relative: float, absolute: Tensor) -> tuple[Tensor, Tensor]:
         """Upper bounds of the meter and of the e-form's ``½ (A² − 1)``.
@@ -113,56 +110,54 @@ class Partial:
             e2=full(0) if known else None,
         )
 
-    def merge(self, other: Partial) -> Partial:
-        """The partial over the union of two disjoint sets of tokens."""
-        moments = self.moments.merge(other.moments)
-        mine, theirs = _weight(self.moments.m, moments.m), _weight(other.moments.m, moments.m)
-        m_a = torch.maximum(self.m_a, other.m_a)
-        merged = Partial(
-            moments=moments,
-            acc=self.acc * mine[..., None] + other.acc * theirs[..., None],
-            rho=self.rho * mine + other.rho * theirs,
-            zeta_max=torch.maximum(self.zeta_max, other.zeta_max),
-            m_a=m_a,
-            l_a=self.l_a * _weight(self.m_a, m_a) + other.l_a * _weight(other.m_a, m_a),
-            norm=torch.maximum(self.norm, other.norm),
-            bad=self.bad | other.bad,
-            bad_v=self.bad_v | other.bad_v,
-            compressed=self.compressed + other.compressed,
-            shares=self.shares + other.shares,
-        )
-        if self.known is not None and other.known is not None:
-            known = self.known.merge(other.known)
-            mine, theirs = _weight(self.known.m, known.m), _weight(other.known.m, known.m)
-            sums = {
-                n: _scale(getattr(self, n), mine) + _scale(getattr(other, n), theirs) for n in ("er", "e1", "e2")
-            }
-            merged = replace(merged, known=known, **sums)
-        return merged
 
-    def rows(self, start: int, stop: int) -> Partial:
-        """Rows ``start`` to ``stop`` only."""
+def merge(parts: Sequence[Partial]) -> Partial:
+    """The partial over the union of disjoint sets of tokens: one at least."""
+    if len(parts) == 1:
+        return parts[0]
 
-        def cut(value: object) -> object:
-            if isinstance(value, Tensor):
-                return value[:, start:stop]
-            return replace(value, **{f.name: cut(getattr(value, f.name)) for f in fields(value)}) if isinstance(
-                value, Moments
-            ) else value
+    def stack(name: str) -> Tensor:
+        return torch.stack([getattr(part, name) for part in parts])
 
-        return replace(self, **{f.name: cut(getattr(self, f.name)) for f in fields(self)})  # type: ignore[arg-type]
+    moments, weights = _merge_moments([part.moments for part in parts])
+    m_a, weights_a = _weights(stack("m_a"))
+    merged = Partial(
+        moments=moments,
+        acc=(stack("acc") * weights[..., None]).sum(0),
+        rho=(stack("rho") * weights).sum(0),
+        zeta_max=stack("zeta_max").amax(0),
+        m_a=m_a,
+        l_a=(stack("l_a") * weights_a).sum(0),
+        norm=stack("norm").amax(0),
+        bad=stack("bad").any(0),
+        bad_v=stack("bad_v").any(0),
+        compressed=stack("compressed").sum(0),
+        shares=[share for part in parts for share in part.shares],
+    )
+    known = [part.known for part in parts if part.known is not None]
+    if known:
+        merged.known, weights = _merge_moments(known)
+        merged.er, merged.e1, merged.e2 = (_total(stack(name), weights) for name in ("er", "e1", "e2"))
+    return merged
 
 
-def exp_moments(x: Tensor, c: Tensor) -> tuple[Moments, Tensor, Tensor]:
-    """Moments of one tile ``[kv_heads, rows, tokens]``, −Inf in x where a token is not attended.
+def _merge_moments(parts: Sequence[Moments]) -> tuple[Moments, Tensor]:
+    m, weights = _weights(torch.stack([part.m for part in parts]))
+    l, a1, a2 = (_total(torch.stack([getattr(p, name) for p in parts]), weights) for name in ("l", "a1", "a2"))  # noqa: E741
+    return Moments(m, l, a1, a2, torch.stack([part.c_max for part in parts]).amax(0)), weights
+
+
+def exp_moments(x: Tensor, c: Tensor, masked: bool) -> tuple[Moments, Tensor, Tensor]:
+    """Moments of one tile ``[kv_heads, rows, tokens]``; where ``masked``, x is −Inf at tokens that are not attended.
 
     Returns the moments, the weights e^(x − m) and the excess weights e^(x − m) (e^c − 1), in x's dtype. c is not negative
     and already an upper bound in x's dtype.
     """
     m = x.amax(-1)
-    shifted = x - torch.where(m == -INF, 0.0, m)[..., None]
+    shifted = x - (torch.where(m == -INF, 0.0, m) if masked else m)[..., None]
     p = shifted.exp()
-    c = c.masked_fill(x == -INF, 0.0)  # 0 * Inf is not 0
+    if masked:
+        c = c.masked_fill(x == -INF, 0.0)  # 0 * Inf is not 0
     c_max = c.amax(-1)
     if c_max.numel() and float(c_max.max()) > 20:
         # e^c may leave the range while its weight is tiny: multiply in the exponent, with room to 10^308

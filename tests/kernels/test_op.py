@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from witcert_kernels import Budget, BudgetExhausted, PackedPool, StoreLayout, certified_decode, reader
 
-from .oracle import exact_logits, make_case, softmax
+from .oracle import exact_logits, make_case, softmax, stored_logits
 from .test_decode import queries, tv
 
 
@@ -74,8 +74,7 @@ def test_any_split_count(name: str) -> None:
         many = certified_decode(q, case.pool, case.page_table, case.seq_lens, splits=splits)
         torch.testing.assert_close(many[0], one[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(many[2].meter, one[2].meter, rtol=1e-3, atol=2e-5)
-        x = exact_logits(case, 0, q[0], 0.125)
-        y = x + 0
+        x, y = exact_logits(case, 0, q[0], 0.125), stored_logits(case, 0, q[0], 0.125)
         assert bool((many[2].meter[0].double().numpy() >= tv(x, y)).all())
 
 
