@@ -71,7 +71,7 @@ class _Pool:
     def _adopt(self, calibration: LayerCalibration | None, device: torch.device | str) -> LayerCalibration:
         layout = self.layout
         if calibration is None:
-            return LayerCalibration.identity(
+            calibration = LayerCalibration.identity(
                 layout.kv_heads,
                 layout.head_dim,
                 rope_layout=layout.rope_layout,

@@ -480,6 +480,7 @@ def decode(
                 tokens=length + total,
                 sum_error=(TILE + 16) * U,
                 out_error=torch.finfo(q.dtype).eps,
+                out_floor=2.0**-25 if q.dtype == torch.float16 else torch.finfo(q.dtype).smallest_normal,
                 small=rounding.UNDERFLOW,
             )
             shift = query.shift if isinstance(query, PackedQuery) and not mixed else 0.0

@@ -16,6 +16,23 @@ TANH_ERROR     tanh's own error over the cap: 2 units in the last place
 MOMENT_REL     relative error of a moment: float32 products, float64 sums
 UNDERFLOW      weights below float32's normal range, a token
 ============== =============================================================================================
+
+The Triton kernels keep logits in base 2, sums over a tile in float32 and sums over tiles in float64; a running maximum is
+an integer, so that rescaling is exact. Their own constants:
+
+================== =========================================================================================
+DIGIT_LIMIT        largest integer that n balanced base-256 digits hold, a query channel in units of its row's
+DIGIT_TERMS        roundings of a logit, relative to Σ |z| 127.5 s: two for the digits, the unit, the dither's
+                   scalar (its own sum: d / 128), s, and one each for the six additions and products up to the
+                   cap; 2 r for the sketch and one a group are added by the caller
+ADD_ERROR          the same six, relative to what a bypass pair, the shift or a bias adds
+DOT_ERROR          a channel of a dot product on tensor cores, which truncate to 24 bits
+TRITON_EXP_ERROR   rounding of x − m above 2^-128, 128 U, and ex2.approx, 2^-21 relative, in natural-log units
+TRITON_TANH_ERROR  the soft cap's error over the cap
+RISE_UP            makes ex2.approx(c) − 1 an upper bound of e^c − 1; what is computed then defines c
+TRITON_UNDERFLOW   what flushing to zero may take from a token's term, relative to the running maximum's
+WIDE_ERROR         relative error of e^x e^c multiplied in the exponent, over the largest c, beyond WIDE
+================== =========================================================================================
 """
 
 from __future__ import annotations
@@ -31,3 +48,14 @@ TANH_ERROR = 2.0**-22
 MOMENT_REL = 2.0**-21
 UNDERFLOW = 2.0**-125
 CODE_MAX = 127.5
+
+DIGIT_LIMIT = {2: 32639, 3: 8355711}
+DIGIT_TERMS = 16
+ADD_ERROR = 8 * U
+DOT_ERROR = 2 * U
+TRITON_EXP_ERROR = 128 * U + 2.0**-21
+TRITON_TANH_ERROR = 2.0**-20
+RISE_UP = 1 + 2.0**-20
+TRITON_UNDERFLOW = 2.0**-124
+WIDE = 19.0
+WIDE_ERROR = 2.0**-18

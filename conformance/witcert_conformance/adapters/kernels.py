@@ -1,0 +1,281 @@
+"""``witcert_kernels`` behind the suite's protocol: the torch path, Triton's interpreter, Triton on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+
+import numpy as np
+import torch
+import witcert_kernels as wk
+from torch import Tensor
+
+from ..adapter import (
+    Account,
+    Array,
+    Budget,
+    Calibration,
+    Decoded,
+    Info,
+    Ints,
+    Layout,
+    Observed,
+    Read,
+    Stored,
+)
+
+_OFFERS = frozenset({
+    "groups", "witness", "sketch", "equaliser", "bypass", "dither", "value_error", "risk", "splits", "extend", "sinks",
+    "soft_cap", "window", "bias", "repair", "page_reuse", "reorder", "observatory", "refusals",
+})  # fmt: skip
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@dataclass
+class _Store:
+    pool: wk.PackedPool | wk.ObservatoryPool
+    layout: Layout
+    k: Tensor  # the backing store: every slot's exact key and value
+    v: Tensor
+    exact: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+def _numpy(x: Tensor) -> Array:
+    return np.asarray(x.detach().to("cpu", torch.float64).numpy())
+
+
+class Kernels:
+    """What the three have in common."""
+
+    device = "cpu"
+    backend = ""
+    name = "torch-cpu"
+    slow = False
+
+    @property
+    def info(self) -> Info:
+        return Info(
+            name=self.name,
+            version=_version("witcert"),
+            device=self.device,
+            offers=_OFFERS,
+            dtypes=("float32", "float16", "bfloat16"),
+            slow=self.slow,
+            versions={"torch": torch.__version__, "triton": _version("triton")},
+        )
+
+    @contextmanager
+    def _on(self) -> Iterator[None]:
+        """Select the backend for one call."""
+        before = os.environ.get("WITCERT_BACKEND")
+        os.environ["WITCERT_BACKEND"] = self.backend
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["WITCERT_BACKEND"]
+            else:
+                os.environ["WITCERT_BACKEND"] = before
+
+    def _tensor(self, x: Array, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(self.device, dtype)
+
+    def _calibration(self, calibration: Calibration | None, layout: Layout) -> wk.LayerCalibration | None:
+        if calibration is None:
+            return None
+        return wk.LayerCalibration(
+            mu=self._tensor(calibration.mu, torch.float32),
+            f=self._tensor(calibration.f, torch.float32),
+            u=self._tensor(calibration.u, torch.float32),
+            bypass=self._tensor(calibration.bypass, torch.int64),
+            rope_layout=layout.rope_layout,
+            rotary_dim=layout.rotary_dim,
+        )
+
+    def create(
+        self, layout: Layout, pages: int, calibration: Calibration | None = None, layer: int = 0, seed: int = 0
+    ) -> _Store:
+        pool = wk.PackedPool(
+            wk.StoreLayout(
+                layout.kv_heads, layout.head_dim, layout.head_dim_v, getattr(torch, layout.dtype), layout.page_size,
+                layout.group, layout.sketch, layout.witness_bands, layout.bypass, layout.dither, layout.dither_period,
+                layout.rope_layout, layout.rotary_dim,
+            ),
+            pages,
+            layer=layer,
+            calibration=self._calibration(calibration, layout),
+            seed=seed,
+            device=self.device,
+        )  # fmt: skip
+        return self._store(pool, layout, pages)
+
+    def _store(self, pool: wk.PackedPool | wk.ObservatoryPool, layout: Layout, pages: int) -> _Store:
+        shape = (pages * layout.page_size, layout.kv_heads)
+        k, v = (torch.zeros(*shape, d, dtype=pool.layout.dtype) for d in (layout.head_dim, layout.head_dim_v))
+        return _Store(pool, layout, k.to(self.device), v.to(self.device))
+
+    def _keep(self, store: _Store, k: Array, v: Array, slots: Ints) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = store.pool.layout.dtype
+        keys, values, at = self._tensor(k, dtype), self._tensor(v, dtype), self._tensor(slots, torch.int64)
+        return keys, values, at
+
+    def quantize(self, store: _Store, k: Array, v: Array, slots: Ints, positions: Ints) -> None:
+        keys, values, at = self._keep(store, k, v, slots)
+        assert isinstance(store.pool, wk.PackedPool)
+        with self._on():
+            wk.quantize_(keys, values, store.pool, at, self._tensor(positions, torch.int64))
+        store.k[at], store.v[at] = keys, values
+
+    def stored(self, store: _Store) -> Stored:
+        pool = store.pool
+        assert isinstance(pool, wk.PackedPool)
+        return Stored(
+            codes=_numpy(pool.k_codes), scale=_numpy(pool.k_scale), v_codes=_numpy(pool.v_codes),
+            v_scale=_numpy(pool.v_scale), sketch=_numpy(pool.sketch), witness=_numpy(pool.witness),
+            bypass=_numpy(pool.bypass),
+        )  # fmt: skip
+
+    def dequantize(self, store: _Store) -> tuple[Array, Array]:
+        pool = store.pool
+        assert isinstance(pool, wk.PackedPool)
+        width, width_v = (store.layout.head_dim // pool.layout.groups, store.layout.head_dim_v // pool.layout.groups_v)
+        x = pool.k_codes.double() * pool.k_scale.double().repeat_interleave(width, -1)
+        k = x * pool.calibration.f.double() + pool.calibration.mu.double()
+        if store.layout.bypass:
+            k.scatter_(-1, pool.bypass_channels.expand(*k.shape[:3], -1), pool.bypass.double())
+        return _numpy(k), _numpy(pool.v_codes.double() * pool.v_scale.double().repeat_interleave(width_v, -1))
+
+    def decode(self, store: _Store, read: Read) -> Decoded:
+        pool, dtype = store.pool, store.pool.layout.dtype
+        if store.exact and len(pool.exact.k) != len(store.exact):
+            pool.exact = wk.ExactPages(pool.layout, len(store.exact), self.device)
+            for i, (k, v) in enumerate(store.exact):
+                pool.exact.k[i], pool.exact.v[i] = k, v
+
+        def ints(x: Ints | None) -> Tensor | None:
+            return None if x is None else self._tensor(x, torch.int32)
+
+        def floats(x: Array | None, kind: torch.dtype) -> Tensor | None:
+            return None if x is None else self._tensor(x, kind)
+
+        b = read.budget
+        with self._on():
+            out, lse, cert = wk.certified_decode(
+                self._tensor(read.q, dtype), pool, self._tensor(read.page_table, torch.int32),
+                self._tensor(read.seq_lens, torch.int32), ints(read.qo_indptr), floats(read.k_new, dtype),
+                floats(read.v_new, dtype), read.causal, ints(read.exact_pages), sm_scale=read.sm_scale,
+                sinks=floats(read.sinks, torch.float32), logits_soft_cap=read.soft_cap, window_left=read.window_left,
+                bias=floats(read.bias, torch.float32), splits=read.splits,
+                budget=None if b is None else wk.Budget(b.delta, b.layers, b.heads, b.steps),
+            )  # fmt: skip
+        return Decoded(
+            out=_numpy(out), lse=_numpy(lse), meter=_numpy(cert.meter), guarantee=cert.guarantee, eform=_numpy(cert.eform),
+            risk=_numpy(cert.risk), value_error=_numpy(cert.value_error),
+        )  # fmt: skip
+
+    def account(self, store: _Store) -> Account:
+        layout = store.pool.layout
+        value = layout.head_dim_v + 2 * layout.groups_v if isinstance(layout, wk.StoreLayout) else 2 * layout.head_dim_v + 2
+        page = layout.bytes_per_page // layout.kv_heads - layout.page_size * layout.bytes_per_token
+        return Account(key=layout.bytes_per_token - value, value=value, page=page)
+
+    def allocated(self, store: _Store) -> int:
+        return store.pool.nbytes
+
+    def bands(self, layout: Layout) -> Ints:
+        pool = wk.StoreLayout(
+            1, layout.head_dim, layout.head_dim_v, witness_bands=layout.witness_bands, rope_layout=layout.rope_layout,
+            rotary_dim=layout.rotary_dim,
+        )  # fmt: skip
+        return np.asarray(pool.band_of_channel.numpy())
+
+    def delta_local(self, budget: Budget) -> float:
+        return wk.Budget(budget.delta, budget.layers, budget.heads, budget.steps).delta_local
+
+    def page_in(self, store: _Store, page: int, kv_head: int) -> int:
+        part = slice(page * store.layout.page_size, (page + 1) * store.layout.page_size)
+        store.exact.append((store.k[part, kv_head], store.v[part, kv_head]))
+        return len(store.exact) - 1
+
+    def free(self, store: _Store, pages: Ints) -> None:
+        store.pool.v_norm[self._tensor(pages, torch.int64)] = 0
+
+    def poison(self, store: _Store, slots: Ints) -> None:
+        at = self._tensor(slots, torch.int64)
+        page, offset = at // store.layout.page_size, at % store.layout.page_size
+        for name in store.pool.page_tensors[:-1]:
+            tensor: Tensor = getattr(store.pool, name)
+            tensor[page, offset] = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+
+    def take_pages(self, store: _Store, pages: Ints) -> None:
+        at = self._tensor(pages, torch.int64)
+        store.pool.take_pages(at)
+        for name in ("k", "v"):
+            kept = getattr(store, name).unflatten(0, (-1, store.layout.page_size))[at].flatten(0, 1)
+            setattr(store, name, kept)
+
+    def create_observatory(self, layout: Layout, pages: int, calibration: Calibration | None = None) -> _Store:
+        pool = wk.ObservatoryPool(
+            wk.ObservatoryLayout(
+                layout.kv_heads, layout.head_dim, layout.head_dim_v, getattr(torch, layout.dtype), layout.page_size,
+                layout.witness_bands, layout.sketch, layout.rope_layout, layout.rotary_dim,
+            ),
+            pages,
+            calibration=self._calibration(calibration, layout),
+            device=self.device,
+        )  # fmt: skip
+        return self._store(pool, layout, pages)
+
+    def observe(self, store: _Store, k: Array, v: Array, k_hat: Array, v_hat: Array, slots: Ints) -> None:
+        keys, values, at = self._keep(store, k, v, slots)
+        assert isinstance(store.pool, wk.ObservatoryPool)
+        with self._on():
+            new = (self._tensor(x, torch.float32) for x in (k_hat, v_hat))
+            wk.observe_(keys, values, *new, store.pool, at)
+        store.k[at], store.v[at] = keys, values
+
+    def observed(self, store: _Store) -> Observed:
+        pool = store.pool
+        assert isinstance(pool, wk.ObservatoryPool)
+        scale = _numpy(pool.sketch_scale)
+        return Observed(
+            k_hat=_numpy(pool.k_hat), v_hat=_numpy(pool.v_hat), witness=_numpy(pool.witness), sketch=_numpy(pool.sketch),
+            sketch_scale=scale[..., 0] if scale.shape[-1] else np.zeros(scale.shape[:-1]),
+            v_error=_numpy(pool.v_error)[..., 0],
+        )  # fmt: skip
+
+
+class TorchCpu(Kernels):
+    """The vectorised torch path."""
+
+
+class TritonInterpret(Kernels):
+    """The Triton source under Triton's interpreter, on CPU tensors."""
+
+    name = "triton-interpret"
+    backend = "triton"
+    slow = True
+
+    def __init__(self) -> None:
+        # read by Triton when its kernels are defined
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+class TritonCuda(Kernels):
+    """Triton on a GPU."""
+
+    name = "triton-cuda"
+    device = "cuda"
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise ImportError("no CUDA device on this machine")

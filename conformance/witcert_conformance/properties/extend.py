@@ -1,0 +1,97 @@
+"""Several query rows a sequence: behind a stored prefix, or with their own exact chunk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from .. import checks
+from ..adapter import Adapter
+from ..case import Case, build
+from ..checks import require, run
+from ..registry import prop
+from ..strategies import plain
+from .nonfinite import spoiled
+
+ROWS = Case(lengths=(6, 4), rows=(3, 1))
+
+
+@prop(
+    "rows_see_no_later_token",
+    plain(rows=(1, 4), lengths=(1, 10)),
+    theorems=("tv_softmax_le_meter",),
+    needs=("extend",),
+    pinned=(ROWS, replace(ROWS, causal=False)),
+)
+def _causal(adapter: Adapter, case: Case) -> None:
+    """Without a chunk of their own the rows are the pool's last tokens; a causal row sees none after its own."""
+    run(build(adapter, case), checks.ALL)
+
+
+@prop(
+    "own_chunk_is_exact",
+    plain(rows=(1, 4), lengths=(0, 8), chunk=True),
+    theorems=("read_certificate", "tv_tilt_eq_zero_of_all_repaired"),
+    needs=("extend",),
+    pinned=(replace(ROWS, chunk=True), replace(ROWS, chunk=True, lengths=(0, 5)), replace(ROWS, chunk=True, causal=False)),
+)
+def _chunk(adapter: Adapter, case: Case) -> None:
+    """A row's own chunk is read exactly (c = 0) behind the compressed prefix."""
+    kinds = [*checks.ALL]
+    if "value_error" in adapter.info.offers:
+        kinds += [checks.value_error_covers, checks.value_error_is_useful]
+    run(build(adapter, case), kinds)
+
+
+@prop(
+    "ragged_rows",
+    plain(rows=(0, 3), lengths=(0, 8), batch=(2, 4), chunk=True, kv_heads=2),
+    theorems=("read_certificate",),
+    needs=("extend",),
+    pinned=(replace(ROWS, lengths=(3, 0, 5), rows=(0, 2, 3), chunk=True),),
+)
+def _ragged(adapter: Adapter, case: Case) -> None:
+    """Sequences with no row, one or many, with and without a prefix, in one call."""
+    run(build(adapter, case), checks.ALL)
+
+
+@prop(
+    "masked_keys_cannot_spoil_a_row",
+    plain(rows=(2, 4), lengths=(4, 8), keys=("normal", "edge")),
+    needs=("extend",),
+    pinned=(replace(ROWS, rows=(4, 1)),),
+)
+def _spoiled(adapter: Adapter, case: Case) -> None:
+    """A key that is not finite, behind the causal mask of some rows, gives meter 1 to those that see it and to no other."""
+    case = replace(case, causal=True)
+    scene, t, h = spoiled(adapter, case, key=np.nan)
+    decoded = run(scene, checks.ALL)
+    rows, n = case.rows[0] if case.rows else 1, case.lengths[0]
+    sees = n - rows + np.arange(rows) >= t
+    group = slice(h * case.group_heads, (h + 1) * case.group_heads)
+    require((decoded.meter[:rows, group][sees] == 1).all(), "meter: below 1 for a row that attends to a NaN key")
+
+
+@prop(
+    "window_slides",
+    plain(on=("window",), rows=(1, 3), lengths=(1, 12)),
+    theorems=("tv_softmax_le_meter",),
+    needs=("extend", "window"),
+    pinned=(replace(ROWS, window_left=2), replace(ROWS, window_left=0)),
+)
+def _window(adapter: Adapter, case: Case) -> None:
+    """A row at position p attends to positions from p − window_left."""
+    run(build(adapter, case), checks.ALL)
+
+
+@prop(
+    "window_in_decode",
+    plain(on=("window",), lengths=(1, 14), maybe=("splits",)),
+    theorems=("tv_softmax_le_meter",),
+    needs=("window",),
+    pinned=(Case(lengths=(9,), window_left=3), Case(lengths=(9,), window_left=0, splits=3)),
+)
+def _window_decode(adapter: Adapter, case: Case) -> None:
+    """The same for one row a sequence."""
+    run(build(adapter, case), checks.ALL)

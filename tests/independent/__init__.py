@@ -1,0 +1,1 @@
+"""A second implementation of the specification, written from the Lean sources alone."""

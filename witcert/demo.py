@@ -1,0 +1,358 @@
+"""The main job: a real model answers needle questions over each compressed cache, metered, raw and gated."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import __version__
+from .cache import WitCertCache
+from .haystack import NeedlePrompt, prompts
+from .report import StepRecord
+from .truth import true_tv
+
+SCHEMES = ("fp8_raw", "rtn8", "kivi2", "rtn2", "int8", "int8_dither")
+TAU = 0.2
+NEW_TOKENS = 12
+FIDELITY_TOKENS = 256
+
+CELL = np.dtype(
+    [
+        ("layer", np.int32),
+        ("head", np.int32),
+        ("step", np.int32),
+        ("meter", np.float64),
+        ("eform", np.float64),
+        ("true_tv", np.float64),
+    ]
+)
+HEADER = (
+    "scheme", "gate", "right", "cells", f"coverage τ={TAU}", "median meter", "max meter", "median true TV",
+    "meter < TV", "guarantee", "pages repaired", "bytes/token", "tokens/s",
+)  # fmt: skip
+
+Progress = Callable[[str, int, int, float | None], None]
+
+
+@dataclass
+class Run:
+    """One prompt answered over one cache. ``scheme`` is ``"uncompressed"`` for the model's own."""
+
+    prompt: str
+    prompt_tokens: int
+    scheme: str
+    gated: bool
+    answer: str
+    right: bool
+    tokens: int
+    seconds: float
+    guarantee: str
+    cells: np.ndarray = field(default_factory=lambda: np.empty(0, CELL))
+    pages_repaired: int = 0
+    pages: int = 0
+    bytes_per_token: float = 0.0
+
+
+@dataclass
+class Fidelity:
+    """KL divergence (nats) and top-1 agreement of each next-token distribution along the uncompressed text."""
+
+    scheme: str
+    tokens: int
+    mean_kl: float
+    top1: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.scheme}, {self.tokens} tokens decoded one at a time along the uncompressed text: "
+            f"mean KL {self.mean_kl:.2e} nats, top-1 agreement {self.top1:.3f}"
+        )
+
+
+@dataclass
+class Demo:
+    """Everything that the demo measured."""
+
+    runs: list[Run]
+    meta: dict[str, str]
+    fidelity: Fidelity | None = None
+    header: tuple[str, ...] = HEADER
+
+    def _groups(self) -> dict[tuple[str, bool], list[Run]]:
+        groups: dict[tuple[str, bool], list[Run]] = {}
+        for run in self.runs:
+            groups.setdefault((run.scheme, run.gated), []).append(run)
+        return groups
+
+    def summary(self) -> list[dict[str, Any]]:
+        """One entry a scheme and gate. A meter that is not finite counts as not covered."""
+        entries = []
+        for (scheme, gated), runs in self._groups().items():
+            cells = np.concatenate([run.cells for run in runs])
+            entry: dict[str, Any] = {
+                "scheme": scheme,
+                "gate": TAU if gated else None,
+                "right": sum(run.right for run in runs),
+                "prompts": len(runs),
+                "cells": len(cells),
+                "pages_repaired": sum(run.pages_repaired for run in runs),
+                "pages": sum(run.pages for run in runs),
+                "bytes_per_token": float(np.mean([run.bytes_per_token for run in runs])),
+                "tokens_per_second": sum(run.tokens for run in runs) / sum(run.seconds for run in runs),
+                "guarantee": runs[0].guarantee,
+            }
+            if len(cells):
+                measured = cells[np.isfinite(cells["true_tv"])]
+                entry |= {
+                    "coverage": float((cells["meter"] <= TAU).mean()),
+                    "meter_median": float(np.median(cells["meter"])),
+                    "meter_max": float(cells["meter"].max()),
+                    "true_tv_median": float(np.median(measured["true_tv"])) if len(measured) else None,
+                    "violations": int((measured["meter"] < measured["true_tv"]).sum()),
+                }
+            entries.append(entry)
+        return entries
+
+    def rows(self) -> list[list[str]]:
+        """The table, as text."""
+        rows = []
+        for e in self.summary():
+            row = [e["scheme"], "—" if e["gate"] is None else f"τ={e['gate']}", f"{e['right']}/{e['prompts']}", f"{e['cells']}"]
+            if e["cells"]:
+                true = e["true_tv_median"]
+                row += [f"{e['coverage']:.4f}", f"{e['meter_median']:.3g}", f"{e['meter_max']:.3g}"]
+                row += ["—" if true is None else f"{true:.3g}", f"{e['violations']}", e["guarantee"]]
+            else:
+                row += ["—"] * 6
+            share = f"{e['pages_repaired']}/{e['pages']}" if e["gate"] is not None and e["pages"] else "—"
+            rows.append([*row, share, f"{e['bytes_per_token']:.1f}", f"{e['tokens_per_second']:.2f}"])
+        return rows
+
+    def answers(self) -> list[list[str]]:
+        """Prompt, scheme, gate, answer and verdict of each run."""
+        return [
+            [run.prompt, run.scheme, f"τ={TAU}" if run.gated else "—", run.answer, "yes" if run.right else "no"]
+            for run in self.runs
+        ]
+
+    def write_json(self, path: Path) -> None:
+        """``{"meta", "summary", "fidelity", "cells"}``, see the command line's documentation."""
+        cells = [
+            {
+                "prompt": run.prompt,
+                "scheme": run.scheme,
+                "gate": TAU if run.gated else None,
+                "layer": int(c["layer"]),
+                "head": int(c["head"]),
+                "step": int(c["step"]),
+                "meter": float(c["meter"]),
+                "eform": float(c["eform"]) if np.isfinite(c["eform"]) else None,
+                "true_tv": float(c["true_tv"]) if np.isfinite(c["true_tv"]) else None,
+                "guarantee": run.guarantee,
+            }
+            for run in self.runs
+            for c in run.cells
+        ]
+        fidelity = None if self.fidelity is None else vars(self.fidelity)
+        document = {"meta": self.meta, "summary": self.summary(), "fidelity": fidelity, "cells": cells}
+        path.write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
+
+
+@dataclass
+class Prefix:
+    """A prompt's exact keys and values, computed once: k, v ``[1, kv_heads, tokens, d]`` a layer, and the next token."""
+
+    layers: list[tuple[Tensor, Tensor]]
+    next_token: Tensor
+
+
+def prefill(model: Any, input_ids: Tensor) -> Prefix:
+    """Run the prompt uncompressed, with the model's own attention."""
+    from transformers import DynamicCache
+
+    model.set_attn_implementation("sdpa")
+    cache = DynamicCache()
+    with torch.inference_mode():
+        logits = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    layers = [(layer.keys, layer.values) for layer in cache.layers]
+    return Prefix(layers, logits[:, -1:].argmax(-1))
+
+
+def decode(model: Any, cache: Any, first: Tensor, limit: int, stop: set[int], each: Callable[[int], None]) -> list[int]:
+    """Greedy tokens after ``first``, which is the first of them; ``each`` is told how many there are."""
+    tokens, token = [int(first)], first
+    with torch.inference_mode():
+        while len(tokens) < limit and tokens[-1] not in stop:
+            logits = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            token = logits[:, -1:].argmax(-1)
+            tokens.append(int(token))
+            each(len(tokens))
+    return tokens
+
+
+class Watcher:
+    """Collects every cell of one run, with the true total variation measured beside the meter."""
+
+    def __init__(self, cache: WitCertCache, prompt_tokens: int) -> None:
+        self.cache, self.prompt_tokens = cache, prompt_tokens
+        self.cells: list[tuple[int, int, int, float, float, float]] = []
+        self.worst: float | None = None
+
+    def __call__(self, record: StepRecord) -> None:
+        """Measure one layer's decode step."""
+        certificate, step = record.certificate, record.step - self.prompt_tokens
+        columns = [x[0].tolist() for x in (certificate.meter, certificate.eform, true_tv(self.cache, record))]
+        seen = record.reading.compressed_before[0].tolist()
+        cells = [(record.layer, head, step, *cell) for head, cell in enumerate(zip(*columns, strict=True)) if seen[head]]
+        self.cells += cells
+        self.worst = max((cell[3] for cell in cells), default=self.worst)
+
+
+def answer(
+    model: Any,
+    tokenizer: Any,
+    prompt: NeedlePrompt,
+    prefix: Prefix,
+    scheme: str,
+    gated: bool,
+    calibration: Any,
+    progress: Callable[[int, float | None], None],
+) -> Run:
+    """Decode one prompt's answer over one cache."""
+    stop = _stop_tokens(model, tokenizer)
+    watcher = None
+    if scheme == "uncompressed":
+        from transformers import DynamicCache
+
+        model.set_attn_implementation("sdpa")
+        cache: Any = DynamicCache()
+        for index, (k, v) in enumerate(prefix.layers):
+            cache.update(k, v, index)
+    else:
+        model.set_attn_implementation("witcert")
+        cache = WitCertCache(model.config, scheme, TAU if gated else None, calibration, backing=True)
+        cache.preload(prefix.layers)
+        watcher = cache.observer = Watcher(cache, prompt.tokens)
+    began = time.perf_counter()
+    tokens = decode(model, cache, prefix.next_token, NEW_TOKENS, stop, lambda n: progress(n, watcher and watcher.worst))
+    seconds = time.perf_counter() - began
+    text = tokenizer.decode([t for t in tokens if t not in stop], skip_special_tokens=True).strip()
+    run = Run(
+        prompt=prompt.id,
+        prompt_tokens=prompt.tokens,
+        scheme=scheme,
+        gated=gated,
+        answer=text,
+        right=prompt.is_answered_by(text),
+        tokens=len(tokens),
+        seconds=seconds,
+        guarantee="exact",
+    )
+    if watcher is None:
+        k, v = prefix.layers[0]
+        run.bytes_per_token = (k.shape[-1] + v.shape[-1]) * k.element_size()
+        return run
+    report = cache.report()
+    run.cells = np.array(watcher.cells, CELL)
+    run.guarantee = report.guarantee
+    run.pages_repaired, run.pages = report.pages_repaired, report.pages
+    run.bytes_per_token = report.bytes_per_token
+    return run
+
+
+def _stop_tokens(model: Any, tokenizer: Any) -> set[int]:
+    ends = model.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+
+
+def fidelity(
+    model: Any,
+    prefix: Prefix,
+    scheme: str,
+    tokens: int,
+    calibration: Any,
+    progress: Callable[[int, float | None], None],
+) -> Fidelity:
+    """Compare next-token distributions along the uncompressed greedy text, one token at a time."""
+    from transformers import DynamicCache
+
+    exact: Any = DynamicCache()
+    for index, (k, v) in enumerate(prefix.layers):
+        exact.update(k, v, index)
+    compressed = WitCertCache(model.config, scheme, calibration=calibration)
+    compressed.preload(prefix.layers)
+    token, kl, same = prefix.next_token, [], []
+    with torch.inference_mode():
+        for step in range(tokens):
+            model.set_attn_implementation("sdpa")
+            wanted = model(token, past_key_values=exact, use_cache=True).logits[0, -1].double().log_softmax(-1)
+            model.set_attn_implementation("witcert")
+            got = model(token, past_key_values=compressed, use_cache=True).logits[0, -1].double().log_softmax(-1)
+            kl.append(float((wanted.exp() * (wanted - got)).sum()))
+            same.append(int(wanted.argmax()) == int(got.argmax()))
+            token = wanted.argmax().view(1, 1)
+            progress(step + 1, None)
+    return Fidelity(scheme, tokens, float(np.mean(kl)), float(np.mean(same)))
+
+
+def run_demo(
+    model: Any,
+    tokenizer: Any,
+    quick: bool,
+    progress: Progress,
+    calibration: Any = None,
+    schemes: Sequence[str] = SCHEMES,
+) -> Demo:
+    """Answer every prompt uncompressed and over every scheme, raw and gated, on exact keys computed once a prompt.
+
+    Args:
+        model, tokenizer: a decoder-only transformers model in evaluation mode.
+        quick: two prompts instead of six, and a shorter fidelity check.
+        progress: told what runs, how far of how much it is, and the largest meter of the last step.
+        calibration: as for :class:`WitCertCache`.
+        schemes: names of :mod:`witcert.schemes`.
+    """
+    needles = prompts(tokenizer, quick=quick)
+    plan = [("uncompressed", False)] + [(scheme, gated) for scheme in schemes for gated in (False, True)]
+    steps = 32 if quick else FIDELITY_TOKENS
+    total = len(needles) * len(plan) * NEW_TOKENS + steps
+    done, runs, prefix = 0, [], None
+    for prompt in needles:
+        progress(f"{prompt.id}: prompt", done, total, None)
+        prefix = prefill(model, prompt.input_ids)
+        for scheme, gated in plan:
+            name = f"{prompt.id}: {scheme}{' gated' if gated else ''}"
+            base = done
+
+            def tell(n: int, worst: float | None, name: str = name, base: int = base) -> None:
+                progress(name, base + n, total, worst)
+
+            runs.append(answer(model, tokenizer, prompt, prefix, scheme, gated, calibration, tell))
+            done += NEW_TOKENS
+    close = None
+    if "int8" in schemes and prefix is not None:
+        close = fidelity(
+            model, prefix, "int8", steps, calibration, lambda n, worst: progress("int8: fidelity", done + n, total, worst)
+        )
+    import transformers
+
+    meta = {
+        "witcert": __version__,
+        "model": str(getattr(model.config, "name_or_path", "") or model.config.model_type),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "prompts": ", ".join(f"{p.id} ({p.tokens} tokens)" for p in needles),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "threads": str(torch.get_num_threads()),
+    }
+    return Demo(runs, meta, close)

@@ -1,0 +1,65 @@
+"""What the Triton kernels share: exact powers of two, rounding, the dither, the fold of a tile into a row's sums."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def power_of_two(n):
+    """2^n for float32 integers n ≤ 0, exact; 0 from n = −127 on."""
+    return ((tl.maximum(n, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power_of_two_wide(n):
+    """2^n for float64 integers n ≤ 0, exact; 0 from n = −1023 on."""
+    return ((tl.maximum(n, -1023.0).to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def round_even(x):
+    """float32 of magnitude below 2^22 to the nearest integer, ties to even."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def round_even_wide(x):
+    """float64 of magnitude below 2^51 to the nearest integer, ties to even."""
+    return (x + 6755399441055744.0) - 6755399441055744.0
+
+
+@triton.jit
+def dither_of(seed, layer, kv_head, period, channel):
+    """ξ of some channels and periods that broadcast, see :func:`witcert_kernels.philox.dither`."""
+    zero = channel * 0 + period * 0
+    word, _, _, _ = tl.philox(seed, zero + channel, zero + period, zero + kv_head, zero + layer)
+    return (2 * (word >> 17) + 1).to(tl.float32) * 0.0000152587890625 - 0.5
+
+
+# Interpreted functions are not compiled: inline assembly and bfloat16 operands of a dot have a plain twin there.
+INTERPRETED = not isinstance(power_of_two, triton.JITFunction)
+
+
+def check_device(tensor: torch.Tensor) -> None:
+    """Raise unless the kernels can run on this tensor's device.
+
+    Raises:
+        ValueError: a CPU tensor without ``TRITON_INTERPRET=1``.
+    """
+    if tensor.device.type == "cpu" and not INTERPRETED:
+        raise ValueError(
+            "WITCERT_BACKEND: got triton for CPU tensors, wants TRITON_INTERPRET=1 set before triton is imported"
+        )
+
+
+def padded(n: int, least: int) -> int:
+    """Smallest power of two that is at least n and ``least``."""
+    return max(least, 1 << max(n - 1, 0).bit_length())
+
+
+def as_int32(x: int) -> int:
+    """A counter word below 2^32 as the int32 of the same bits."""
+    return x - 2**32 if x >= 2**31 else x

@@ -1,0 +1,453 @@
+"""The reader in Triton: one program reads a split of a sequence for some query rows of a kv head.
+
+The keys stay int8: the query comes as balanced base-256 digits, each digit's dot with the codes is exact in int32, and
+float32 combines them. The counterpart of :mod:`witcert_kernels.reader`; its own error budget is in :mod:`rounding`.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import rounding
+from .triton_common import INTERPRETED, as_int32, check_device, dither_of, padded
+from .triton_query import LOG2E, packed_digits
+from .triton_state import FIELDS, fold, merge, softcap
+from .triton_tiles import HALF_SCALE, attended, biased, exact_tile, not_finite, own_chunk, span, store_row, tiling
+
+DIGITS = 3
+ADD_ERROR = tl.constexpr(rounding.ADD_ERROR)
+DOT_ERROR = tl.constexpr(rounding.DOT_ERROR)
+U = tl.constexpr(rounding.U)
+
+
+@triton.jit
+def _int8_to_half(x, INTERPRET: tl.constexpr):
+    """int8 to float16, exact: a byte in the mantissa of 1024 + 128 + x, four at a time."""
+    if INTERPRET:
+        return x.to(tl.float16)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 biased, magic, offset;
+        mov.b32 magic, 0x64646464;
+        mov.b32 offset, 0x64806480;
+        xor.b32 biased, $2, 0x80808080;
+        prmt.b32 $0, biased, magic, 0x4140;
+        prmt.b32 $1, biased, magic, 0x4342;
+        sub.f16x2 $0, $0, offset;
+        sub.f16x2 $1, $1, offset;
+        }""",
+        "=r,=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _load_digit(
+    Digits, row, row_ok, group, digit, D: tl.constexpr, GROUPS: tl.constexpr, DIGITS: tl.constexpr, WP: tl.constexpr
+):
+    """A digit of a group's channels, int8 ``[rows, WP]``."""
+    within = tl.arange(0, WP)[None, :]
+    at = (row * DIGITS + digit)[:, None] * D + group * (D // GROUPS) + within
+    return tl.load(Digits + at, mask=row_ok[:, None] & (within < D // GROUPS), other=0)
+
+
+@triton.jit
+def _digit_dot(high, middle, low, k, DIGITS: tl.constexpr):
+    """Σ of the query's integers times codes ``[tokens, WP]``, float32 after two roundings."""
+    codes = tl.trans(k)
+    total = tl.dot(middle, codes, out_dtype=tl.int32).to(tl.float32)
+    if DIGITS == 3:
+        total = tl.dot(high, codes, out_dtype=tl.int32).to(tl.float32) * 256.0 + total
+    return total * 256.0 + tl.dot(low, codes, out_dtype=tl.int32).to(tl.float32)
+
+
+@triton.jit
+def _dither_dot(
+    high, middle, low, seed, layer, kv_head, token, base, group, PERIOD: tl.constexpr, D: tl.constexpr,
+    GROUPS: tl.constexpr, WP: tl.constexpr, BLOCK_N: tl.constexpr, DIGITS: tl.constexpr,
+):  # fmt: skip
+    """Σ of the query's integers times ξ, ``[rows, 1]`` where a tile has one period, else ``[rows, tokens]``."""
+    integer = middle.to(tl.float32) * 256.0 + low.to(tl.float32)
+    if DIGITS == 3:
+        integer += high.to(tl.float32) * 65536.0
+    channel = (group * (D // GROUPS) + tl.arange(0, WP))[None, :]
+    if PERIOD % BLOCK_N == 0:
+        total = tl.sum(integer * dither_of(seed, layer, kv_head, base // PERIOD, channel), 1)[:, None]
+    else:
+        xi = dither_of(seed, layer, kv_head, (token // PERIOD)[:, None], channel)
+        total = tl.dot(integer, tl.trans(xi), input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _witness_bound(
+    Witness, WitnessCodes, BandShare, KScale, row, row_ok, cell, here, step, GROUPS: tl.constexpr, BANDS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Σ over bands of what the query has in a band times the residual's norm there, ``[rows, tokens]``."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for band in tl.static_range(BANDS):
+        norm = tl.load(WitnessCodes + cell * BANDS + band, mask=here, other=0).to(tl.float32)
+        if GROUPS == 1:
+            norm *= step
+        else:
+            square = tl.zeros((BLOCK_N,), tl.float32)
+            for group in tl.static_range(GROUPS):
+                scale = tl.load(KScale + cell * GROUPS + group, mask=here, other=0.0).to(tl.float32)
+                scale = tl.where(scale < float("inf"), scale, 0.0)
+                square += tl.load(BandShare + band * GROUPS + group) * scale * scale
+            norm *= tl.sqrt_rn(square)
+        total += tl.load(Witness + row * BANDS + band, mask=row_ok, other=0.0)[:, None] * norm[None, :]
+    return total
+
+
+@triton.jit(do_not_specialize=["seed", "layer"])
+def _packed_kernel(
+    Q, Work, Indptr, PageTable, SeqLens, ExactSlots, ExactK, ExactV, KNew, VNew, Bias,
+    Digits, Unit, Sketch, Half, Fixed, Dot, Witness, RadiusSquare, RadiusBias, Kept, Shift, Bad, BandShare,
+    KCodes, KScale, SketchCodes, WitnessCodes, Bypass, VCodes, VScale, VNorm, Acc, Stats,
+    total, max_pages, bias_tokens, window_left, scale, cap, log_term, seed, layer,
+    KV: tl.constexpr, PER_HEAD: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_V: tl.constexpr, R: tl.constexpr, BANDS: tl.constexpr, KEPT: tl.constexpr,
+    PERIOD: tl.constexpr, RADIUS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    RAGGED: tl.constexpr, HAS_NEW: tl.constexpr, HAS_EXACT: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr,
+    DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WP: tl.constexpr, DP: tl.constexpr,
+    DVP: tl.constexpr, HALF_RHO: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    sequence, first_flat, first_row, rows, length, offset = span(
+        Work, Indptr, SeqLens, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW
+    )
+    flat = first_flat + tl.arange(0, BLOCK_M)
+    row_ok = flat < rows * PER_HEAD
+    row = (first_row + flat // PER_HEAD).to(tl.int64) * (KV * PER_HEAD) + kv_head * PER_HEAD + flat % PER_HEAD
+    position = offset + flat // PER_HEAD
+    low = offset + first_flat // PER_HEAD
+    high = offset + (tl.minimum(first_flat + BLOCK_M, rows * PER_HEAD) - 1) // PER_HEAD
+    ROWWISE: tl.constexpr = RAGGED and (CAUSAL or WINDOW)
+    TOKENWISE: tl.constexpr = GROUPS > 1 or KEPT > 0  # rounding is then not one number times a token's step
+
+    # a split has whole blocks of tokens, aligned to pages and tiles
+    BLOCK: tl.constexpr = PAGE if PAGE > BLOCK_N else BLOCK_N
+    begin = tl.maximum(low - window_left, 0) if WINDOW else 0
+    end = tl.minimum(length, high + 1) if CAUSAL else length
+    first_block = begin // BLOCK
+    per_split = tl.cdiv(tl.maximum(tl.cdiv(end, BLOCK) - first_block, 0), splits)
+    first = (first_block + split * per_split) * BLOCK
+    stop = tl.minimum(first + per_split * BLOCK, end)
+
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    m_wide = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l = tl.zeros((BLOCK_M,), tl.float64)  # noqa: E741
+    a1 = tl.zeros((BLOCK_M,), tl.float64)
+    a2 = tl.zeros((BLOCK_M,), tl.float64)
+    rho = tl.zeros((BLOCK_M,), tl.float64)
+    l_wide = tl.zeros((BLOCK_M,), tl.float64)
+    c_max = tl.zeros((BLOCK_M,), tl.float32)
+    z_max = tl.zeros((BLOCK_M,), tl.float32)
+    z_row = tl.zeros((BLOCK_M,), tl.float32)
+    norm = tl.zeros((BLOCK_N,), tl.float32)
+    largest = tl.zeros((BLOCK_N,), tl.float32)
+    acc = tl.zeros((BLOCK_M, DVP), tl.float32)
+    count = tl.zeros((BLOCK_M if ROWWISE or BIAS else 1,), tl.int32)
+
+    unit = tl.load(Unit + row, mask=row_ok, other=0.0)
+    z_shift = tl.zeros((BLOCK_M,), tl.float32)
+    if SHIFT:
+        shift = tl.load(Shift + row, mask=row_ok, other=0.0).to(tl.float32)
+        z_shift = tl.abs(shift) * ADD_ERROR
+    if GROUPS == 1:
+        low_digit = _load_digit(Digits, row, row_ok, 0, 0, D, GROUPS, DIGITS, WP)
+        middle_digit = _load_digit(Digits, row, row_ok, 0, 1, D, GROUPS, DIGITS, WP)
+        high_digit = _load_digit(Digits, row, row_ok, 0, DIGITS - 1, D, GROUPS, DIGITS, WP)
+        half_row = tl.load(Half + row, mask=row_ok, other=0.0)
+        fixed_row = tl.load(Fixed + row, mask=row_ok, other=0.0)
+        dot_row = tl.load(Dot + row, mask=row_ok, other=0.0)
+        if BANDS == 0 and not RADIUS:
+            half_row += fixed_row
+    cell_of_table = sequence * max_pages
+    exact_of_table = (sequence * KV + kv_head) * max_pages
+    token_at = tl.arange(0, BLOCK_N)
+    within = tl.arange(0, WP)
+    column = tl.arange(0, DVP)
+
+    for base in range(first, stop, BLOCK_N):
+        token = base + token_at
+        here = (token >= begin) & (token < stop)
+        if HAS_EXACT:
+            here = here & (tl.load(ExactSlots + exact_of_table + token // PAGE, mask=here, other=-1) < 0)
+        if PAGE >= BLOCK_N:
+            page = tl.load(PageTable + cell_of_table + base // PAGE).to(tl.int64)
+            cell = (page * PAGE + base % PAGE + token_at) * KV + kv_head
+            page_norm = tl.load(VNorm + page * KV + kv_head)
+        else:
+            pages = tl.load(PageTable + cell_of_table + token // PAGE, mask=here, other=0).to(tl.int64)
+            cell = (pages * PAGE + token % PAGE) * KV + kv_head
+            page_norm = tl.load(VNorm + pages * KV + kv_head, mask=here, other=0.0)
+        norm = tl.maximum(norm, tl.where(here, page_norm, 0.0))
+        ok = attended(token, here, position, window_left, ROWWISE, CAUSAL, WINDOW)
+
+        lost = token < 0
+        for group in tl.static_range(GROUPS):
+            step = tl.load(KScale + cell * GROUPS + group, mask=here, other=0.0).to(tl.float32)
+            lost = lost | ~(step < float("inf"))
+            step = tl.where(step < float("inf"), step, 0.0)
+            at = cell[:, None] * D + group * (D // GROUPS) + within[None, :]
+            k = tl.load(KCodes + at, mask=here[:, None] & (within < D // GROUPS)[None, :], other=0)
+            at = row * GROUPS + group
+            if GROUPS > 1:
+                low_digit = _load_digit(Digits, row, row_ok, group, 0, D, GROUPS, DIGITS, WP)
+                middle_digit = _load_digit(Digits, row, row_ok, group, 1, D, GROUPS, DIGITS, WP)
+                high_digit = _load_digit(Digits, row, row_ok, group, DIGITS - 1, D, GROUPS, DIGITS, WP)
+                half_row = tl.load(Half + at, mask=row_ok, other=0.0)
+                fixed_row = tl.load(Fixed + at, mask=row_ok, other=0.0)
+                dot_row = tl.load(Dot + at, mask=row_ok, other=0.0)
+                if BANDS == 0 and not RADIUS:
+                    half_row += fixed_row
+            else:
+                largest = tl.maximum(largest, step)
+            x = _digit_dot(high_digit, middle_digit, low_digit, k, DIGITS)
+            if PERIOD > 0:
+                x -= _dither_dot(
+                    high_digit, middle_digit, low_digit, seed, layer, kv_head, token, base, group, PERIOD, D, GROUPS,
+                    WP, BLOCK_N, DIGITS,
+                )  # fmt: skip
+            x *= unit[:, None]
+            for i in tl.static_range(R):
+                code = tl.load(SketchCodes + cell * R + i, mask=here, other=0).to(tl.float32)
+                coefficient = tl.load(Sketch + (row * R + i) * GROUPS + group, mask=row_ok, other=0.0)
+                x -= coefficient[:, None] * code[None, :]
+            x *= step[None, :]
+            half = half_row[:, None] * step[None, :]
+            fixed = fixed_row[:, None] * step[None, :]
+            dot = dot_row[:, None] * step[None, :]
+            if RADIUS:
+                square = tl.load(RadiusSquare + at, mask=row_ok, other=0.0)[:, None] * (step * step)[None, :]
+                tilt = tl.load(RadiusBias + at, mask=row_ok, other=0.0)[:, None] * step[None, :]
+            if group == 0:
+                y, half_sum, fixed_sum, dot_sum = x, half, fixed, dot
+                if RADIUS:
+                    square_sum, tilt_sum = square, tilt
+            else:
+                y += x
+                half_sum += half
+                fixed_sum += fixed
+                dot_sum += dot
+                if RADIUS:
+                    square_sum += square
+                    tilt_sum += tilt
+        c = half_sum
+        if BANDS > 0:
+            witness = _witness_bound(
+                Witness, WitnessCodes, BandShare, KScale, row, row_ok, cell, here, step, GROUPS, BANDS, BLOCK_M, BLOCK_N
+            )
+            c = tl.minimum(c, witness)
+        if RADIUS:
+            level = tl.log(tl.maximum(length, 1).to(tl.float32)) + log_term
+            c = tl.minimum(c, tl.sqrt_rn(square_sum * level) + tilt_sum)
+        if BANDS > 0 or RADIUS:
+            c += fixed_sum
+        if KEPT > 0:
+            size = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for i in tl.static_range(KEPT):
+                channel = tl.load(Bypass + cell * KEPT + i, mask=here, other=0.0).to(tl.float32)
+                product = tl.load(Kept + row * KEPT + i, mask=row_ok, other=0.0)[:, None] * channel[None, :]
+                y += product
+                size += tl.abs(product)
+            size *= (KEPT + 12) * U
+            c += size
+            dot_sum += size
+        z_tile = z_shift
+        if SHIFT:
+            y += shift[:, None]
+        if BIAS:
+            bias, ok = biased(Bias, bias_tokens, row, token, ok, here, row_ok)
+            y += bias
+            z_tile += tl.max(tl.abs(bias), 1) * ADD_ERROR
+        z_row = tl.maximum(z_row, z_tile)
+        if CAP:
+            y = softcap(y, cap)
+        flagged = lost[None, :]
+        if KEPT > 0 or SHIFT or BIAS:
+            infinite = ~(tl.abs(y) < float("inf")) | ~(c < float("inf"))
+            y = tl.where(infinite, 0.0, y)
+            c = tl.where(infinite, 0.0, c)
+            flagged = flagged | infinite
+        if TOKENWISE:
+            z_max = tl.maximum(z_max, tl.max(tl.where(ok, dot_sum, 0.0), 1))
+        count += tl.sum(ok.to(tl.int32), 1)
+
+        at = cell[:, None] * DV + column[None, :]
+        codes = tl.load(VCodes + at, mask=here[:, None] & (column < DV)[None, :], other=0)
+        if GROUPS_V == 1:
+            step_v = tl.load(VScale + cell, mask=here, other=0.0).to(tl.float32)
+            lost_v = ~(step_v < float("inf"))
+            step_v = tl.where(lost_v, 0.0, step_v)
+            top = tl.max(step_v, 0)
+            rho_token = step_v * HALF_RHO
+        else:
+            at = cell[:, None] * GROUPS_V + (column // (DV // GROUPS_V))[None, :]
+            steps_v = tl.load(VScale + at, mask=here[:, None] & (column < DV)[None, :], other=0.0).to(tl.float32)
+            lost_v = not_finite(steps_v)
+            steps_v = tl.where(lost_v[:, None], 0.0, steps_v)
+            top = tl.max(tl.max(steps_v, 1), 0)
+            rho_token = tl.sqrt_rn(tl.sum(steps_v * steps_v, 1)) * HALF_RHO
+        rho_token = tl.where(lost_v, float("inf"), rho_token)[None, :]
+        p, factor, m, l, a1, a2, c_max, rho, m_wide, l_wide = fold(  # noqa: E741
+            y, c, flagged, rho_token, ok, m, l, a1, a2, c_max, rho, m_wide, l_wide, False, INTERPRET
+        )
+        if Q.dtype.element_ty == tl.float32:
+            values = codes.to(tl.float32) * (step_v[:, None] if GROUPS_V == 1 else steps_v)
+            acc = acc * factor[:, None] + tl.dot(p, values, input_precision="ieee")
+        else:
+            # steps in units of a power of two above the largest, weights times HALF_SCALE: clear of underflow
+            exponent = tl.maximum(top, 2.0**-24).to(tl.int32, bitcast=True) >> 23
+            inverse = ((253 - exponent) << 23).to(tl.float32, bitcast=True)
+            if GROUPS_V == 1:
+                weights = p * (step_v * inverse * HALF_SCALE)[None, :]
+                values = _int8_to_half(codes, INTERPRET)
+            else:
+                weights = p * HALF_SCALE
+                values = (codes.to(tl.float32) * (steps_v * inverse)).to(tl.float16)
+            part = tl.dot(weights.to(tl.float16), values)
+            acc = acc * factor[:, None] + part * (((exponent - 13) << 23).to(tl.float32, bitcast=True))
+
+    if HAS_EXACT or HAS_NEW:
+        at = row[:, None] * D + tl.arange(0, DP)[None, :]
+        q = tl.load(Q + at, mask=row_ok[:, None] & (tl.arange(0, DP) < D)[None, :], other=0.0)
+        q = tl.where(tl.load(Bad + row, mask=row_ok, other=0)[:, None] != 0, 0.0, q)
+        wide = q.to(tl.float32)
+        q_error = tl.sqrt_rn(tl.sum(wide * wide, 1)) * (scale * (D * DOT_ERROR + 16 * U))
+    if HAS_EXACT:
+        for base in range(first, stop, BLOCK_N):
+            token = base + token_at
+            here = (token >= begin) & (token < stop)
+            slot = tl.load(ExactSlots + exact_of_table + token // PAGE, mask=here, other=-1)
+            here = here & (slot >= 0)
+            if tl.max(here.to(tl.int32), 0) > 0:
+                cell = slot.to(tl.int64) * PAGE + token % PAGE
+                ok = attended(token, here, position, window_left, ROWWISE, CAUSAL, WINDOW)
+                acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm = exact_tile(  # noqa: E741
+                    ExactK, ExactV, cell * D, cell * DV, here, token, ok, q, q_error, scale, cap, Bias, bias_tokens, row,
+                    row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm, D, DV, DP, DVP, CAP, BIAS,
+                    INTERPRET,
+                )  # fmt: skip
+    if HAS_NEW:
+        acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm = own_chunk(  # noqa: E741
+            KNew, VNew, kv_head, split, splits, first_row, rows, low, high, length, position, window_left, q, q_error,
+            scale, cap, Bias, bias_tokens, row, row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm, KV, D,
+            DV, DP, DVP, BLOCK_N, ROWWISE, CAUSAL, WINDOW, CAP, BIAS, INTERPRET,
+        )  # fmt: skip
+    if not TOKENWISE:
+        z_max = dot_row * tl.max(largest, 0)
+    store_row(
+        Acc, Stats, split, splits, total, row, row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_max, z_row, norm,
+        count, DV, DVP,
+    )  # fmt: skip
+
+
+def decode_packed(
+    q: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor | None,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    exact_pages: Tensor | None,
+    exact_k: Tensor,
+    exact_v: Tensor,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    *,
+    tensors: dict[str, Tensor],
+    scalars: dict[str, int],
+    causal: bool,
+    sm_scale: float,
+    cap: float,
+    window_left: int,
+    delta_local: float,
+    splits: int,
+    want_shares: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`witcert_kernels.certified_decode`. Returns out, lse, meter, eform, risk, value_error, compressed, shares.
+
+    Grids and scratch follow from shapes alone, so the host never waits and a CUDA graph can hold the call. No page's
+    share is computed: shares are empty.
+
+    Args:
+        tensors, scalars: as for :class:`witcert_kernels.reader.PackedReader`.
+        splits: below 1 for as many as fill the device.
+
+    Raises:
+        ValueError: a CPU tensor without ``TRITON_INTERPRET=1``.
+    """
+    check_device(q)
+    t, q = tensors, q.contiguous()
+    n, heads, d = q.shape
+    _, page_size, kv_heads, _ = t["k_codes"].shape
+    groups, groups_v, d_v = t["k_scale"].shape[-1], t["v_scale"].shape[-1], exact_v.shape[-1]
+    r, bands, kept = t["sketch"].shape[-1], t["witness"].shape[-1], t["bypass"].shape[-1]
+    batch, max_pages = page_table.shape
+    with_radius = delta_local > 0
+    query = packed_digits(
+        q, t["mu"], t["f"], t["u"], t["bypass_channels"], t["band_of_channel"], bands, groups, sm_scale, DIGITS, with_radius
+    )
+    capacity = max_pages * page_size
+    cut = tiling(q, kv_heads, d_v, capacity, batch, qo_indptr, splits)
+    share = q
+    if bands and groups > 1:
+        of_group = torch.arange(d, device=q.device) // (d // groups)
+        in_band = t["band_of_channel"] == torch.arange(bands, device=q.device)[:, None]
+        in_group = of_group == torch.arange(groups, device=q.device)[:, None]
+        share = in_band.to(torch.float32) @ in_group.to(torch.float32).T
+    # centred and uncentred logits meet: the shift common to a row's centred ones must be in them
+    mixed = k_new is not None or sinks is not None or cap != 0 or exact_pages is not None
+    acc = torch.empty(cut.splits, n * heads, d_v, dtype=torch.float32, device=q.device)
+    stats = torch.empty(FIELDS, cut.splits, n * heads, dtype=torch.float64, device=q.device)
+
+    def given(x: Tensor | None) -> Tensor:
+        return q if x is None else x.contiguous()
+
+    if cut.programs:
+        _packed_kernel[(cut.programs, kv_heads, cut.splits)](
+            q, cut.work, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages), exact_k, exact_v,
+            given(k_new), given(v_new), given(bias), query.digits, query.unit, query.sketch, query.half, query.fixed,
+            query.dot, query.witness, query.radius_square, query.radius_bias, query.kept, query.shift, query.bad, share,
+            t["k_codes"], t["k_scale"], t["sketch"], t["witness"], t["bypass"], t["v_codes"], t["v_scale"], t["v_norm"],
+            acc, stats, n * heads, max_pages, 0 if bias is None else bias.shape[-1], window_left, sm_scale * LOG2E,
+            cap * LOG2E, _log_term(delta_local), scalars["seed"], as_int32(scalars["layer"]),
+            KV=kv_heads, PER_HEAD=heads // kv_heads, PAGE=page_size, D=d, DV=d_v, GROUPS=groups, GROUPS_V=groups_v, R=r,
+            BANDS=bands, KEPT=kept, PERIOD=scalars["dither_period"] if scalars["dither"] else 0, RADIUS=with_radius,
+            CAUSAL=causal, WINDOW=window_left >= 0, CAP=cap != 0, RAGGED=qo_indptr is not None, HAS_NEW=k_new is not None,
+            HAS_EXACT=exact_pages is not None, BIAS=bias is not None, SHIFT=mixed, DIGITS=DIGITS, BLOCK_M=cut.block_m,
+            BLOCK_N=cut.block_n, WP=padded(d // groups, 32), DP=padded(d, 16), DVP=padded(d_v, 16),
+            HALF_RHO=math.sqrt(d_v if groups_v == 1 else 1) / 2 * rounding.STEP_WIDEN * rounding.FLOAT_UP,
+            INTERPRET=INTERPRETED, num_warps=cut.warps, num_stages=3,
+        )  # fmt: skip
+    outputs = merge(
+        acc, stats, None if mixed else query.shift, query.bad, sinks, q,
+        tokens=capacity + (0 if k_new is None else n), tile=cut.block_n, cap=cap,
+        weight_error=weight_error(q.dtype, mixed, groups_v),
+    )  # fmt: skip
+    return (*outputs, q.new_empty(batch, kv_heads, 0, dtype=torch.float32))
+
+
+def _log_term(delta_local: float) -> float:
+    """``log(2 / δ)`` rounded up, with room for the kernel's own logarithm; 0 when no radius is on offer."""
+    return math.log(2 / delta_local) * (1 + 2.0**-20) + 2.0**-18 if delta_local > 0 else 0.0
+
+
+def weight_error(dtype: torch.dtype, exact: bool, groups_v: int) -> float:
+    """Relative error of casting a weight, and a value of several groups, for their product."""
+    if dtype == torch.float32:
+        return 0.0
+    half = 2.0**-11 * (1 if groups_v == 1 else 2 + 2.0**-10)
+    return max(half, torch.finfo(dtype).eps / 2 if exact else 0.0)

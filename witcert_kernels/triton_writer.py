@@ -1,0 +1,197 @@
+"""The packed writer in Triton: the bytes of :mod:`witcert_kernels.writer`, some tokens of a kv head a program."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import rounding
+from .triton_common import INTERPRETED, as_int32, check_device, dither_of, padded, round_even, round_even_wide
+
+TOKENS = 32 if INTERPRETED else 4
+
+
+@triton.jit
+def _scale_up(amax, LEVELS: tl.constexpr):
+    """As :func:`witcert_kernels.writer.scale_up`; amax float32."""
+    wide = amax.to(tl.float64)
+    scale = tl.maximum((wide / LEVELS).to(tl.float32), 0.000000059604644775390625).to(tl.float16)
+    for _ in tl.static_range(2):
+        low = scale.to(tl.float64) * LEVELS < wide
+        scale = (scale.to(tl.int16, bitcast=True) + low.to(tl.int16)).to(tl.float16, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _any_not_finite(x):
+    """Tokens ``[tokens]`` with a NaN or an infinity, of ``[tokens, groups, width]``."""
+    return tl.max(tl.max((~(tl.abs(x) < float("inf"))).to(tl.int32), 2), 1) > 0
+
+
+@triton.jit(do_not_specialize=["seed", "layer"])
+def _write_kernel(
+    K,
+    V,
+    Slots,
+    Positions,
+    KCodes,
+    KScale,
+    Sketch,
+    Witness,
+    Bypass,
+    VCodes,
+    VScale,
+    VNorm,
+    Mu,
+    F,
+    Directions,
+    BypassChannels,
+    BandOfChannel,
+    count,
+    seed,
+    layer,
+    PERIOD: tl.constexpr,
+    KV: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_V: tl.constexpr,
+    R: tl.constexpr,
+    BANDS: tl.constexpr,
+    KEPT: tl.constexpr,
+    DITHER: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GP: tl.constexpr,
+    WP: tl.constexpr,
+    GVP: tl.constexpr,
+    WVP: tl.constexpr,
+    WIDEN_HALF: tl.constexpr,
+    FLOAT_UP: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    kv_head = tl.program_id(1)
+    here = token < count
+    slot = tl.load(Slots + token, mask=here, other=0)
+    cell = slot * KV + kv_head
+    at = (token * KV + kv_head)[:, None, None]
+
+    group = tl.arange(0, GP)[None, :, None]
+    within = tl.arange(0, WP)[None, None, :]
+    channel = group * (D // GROUPS) + within
+    inside = (group < GROUPS) & (within < D // GROUPS)
+    mask = here[:, None, None] & inside
+    kept = channel < 0
+    for j in tl.static_range(KEPT):
+        kept = kept | (channel == tl.load(BypassChannels + kv_head * KEPT + j).to(tl.int32))
+
+    raw = tl.load(K + at * D + channel, mask=mask, other=0.0).to(tl.float32)
+    dead = _any_not_finite(raw)
+    mu = tl.load(Mu + kv_head * D + channel, mask=inside, other=0.0)
+    f = tl.load(F + kv_head * D + channel, mask=inside, other=1.0)
+    x = tl.where(dead[:, None, None], 0.0, raw) - mu
+    x = tl.where(kept, 0.0, tl.div_rn(x, tl.broadcast_to(f, (TOKENS, GP, WP))))
+    dead = dead | _any_not_finite(x)
+    scale = _scale_up(tl.max(tl.abs(tl.where(dead[:, None, None], 0.0, x)), 2), 126.5 if DITHER else 127.0)
+    dead = dead | (tl.max((scale.to(tl.float32) == float("inf")).to(tl.int32), 1) > 0)
+    step = tl.where(dead[:, None], 1.0, scale.to(tl.float32))
+    x = tl.where(dead[:, None, None], 0.0, x)
+    ratio = tl.div_rn(x, tl.broadcast_to(step[:, :, None], (TOKENS, GP, WP)))
+    if DITHER:
+        period = (tl.load(Positions + token, mask=here, other=0) // PERIOD).to(tl.int32)
+        xi = dither_of(seed, layer, kv_head, period[:, None, None], channel)
+        ratio = ratio + xi
+    codes = tl.where(dead[:, None, None] | kept, 0.0, round_even(ratio))
+
+    tl.store(KCodes + cell[:, None, None] * D + channel, codes.to(tl.int8), mask=mask)
+    group_at = tl.arange(0, GP)[None, :]
+    stored = tl.where(dead[:, None], float("inf"), scale.to(tl.float32)).to(tl.float16)
+    tl.store(KScale + cell[:, None] * GROUPS + group_at, stored, mask=here[:, None] & (group_at < GROUPS))
+    for j in tl.static_range(KEPT):
+        source = tl.load(BypassChannels + kv_head * KEPT + j)
+        value = tl.load(K + (token * KV + kv_head) * D + source, mask=here, other=0.0)
+        tl.store(Bypass + cell * KEPT + j, tl.where(dead, 0.0, value.to(tl.float32)).to(value.dtype), mask=here)
+
+    if R + BANDS > 0:
+        wide = tl.where(inside, tl.broadcast_to(step[:, :, None], (TOKENS, GP, WP)), 0.0).to(tl.float64)
+        residual = (codes - xi if DITHER else codes).to(tl.float64) * wide - x.to(tl.float64)
+        residual = tl.where(dead[:, None, None] | kept | (inside == 0), 0.0, residual)
+        for i in tl.static_range(R):
+            u = tl.load(Directions + (kv_head * R + i) * D + channel, mask=inside, other=0.0).to(tl.float64)
+            coordinate = tl.sum(tl.sum(residual * u, 2), 1)
+            unit = tl.sum(tl.sum(wide * tl.abs(u), 2), 1) / 254.0
+            code = round_even_wide(tl.where(unit > 0, coordinate / tl.where(unit > 0, unit, 1.0), 0.0))
+            tl.store(Sketch + cell * R + i, code.to(tl.int8), mask=here)
+        band = tl.load(BandOfChannel + channel, mask=inside, other=-1)
+        for b in tl.static_range(BANDS):
+            unit = tl.sqrt(tl.sum(tl.sum(tl.where(band == b, wide * wide, 0.0), 2), 1)) / 508.0
+            norm = tl.sqrt(tl.sum(tl.sum(tl.where(band == b, residual * residual, 0.0), 2), 1))
+            tl.store(Witness + cell * BANDS + b, tl.ceil(norm / unit + 0.015625).to(tl.uint8), mask=here)
+
+    group_v = tl.arange(0, GVP)[None, :, None]
+    within_v = tl.arange(0, WVP)[None, None, :]
+    channel_v = group_v * (DV // GROUPS_V) + within_v
+    inside_v = (group_v < GROUPS_V) & (within_v < DV // GROUPS_V)
+    mask_v = here[:, None, None] & inside_v
+    value = tl.load(V + at * DV + channel_v, mask=mask_v, other=0.0).to(tl.float32)
+    dead_v = _any_not_finite(value)
+    scale_v = _scale_up(tl.max(tl.abs(tl.where(dead_v[:, None, None], 0.0, value)), 2), 127.0)
+    dead_v = dead_v | (tl.max((scale_v.to(tl.float32) == float("inf")).to(tl.int32), 1) > 0)
+    value = tl.where(dead_v[:, None, None], 0.0, value)
+    step_v = tl.broadcast_to(tl.where(dead_v[:, None], 1.0, scale_v.to(tl.float32))[:, :, None], (TOKENS, GVP, WVP))
+    codes_v = round_even(tl.div_rn(value, step_v))
+    tl.store(VCodes + cell[:, None, None] * DV + channel_v, codes_v.to(tl.int8), mask=mask_v)
+    group_at_v = tl.arange(0, GVP)[None, :]
+    stored_v = tl.where(dead_v[:, None], float("inf"), scale_v.to(tl.float32)).to(tl.float16)
+    tl.store(VScale + cell[:, None] * GROUPS_V + group_at_v, stored_v, mask=here[:, None] & (group_at_v < GROUPS_V))
+    wide_v = tl.where(inside_v, step_v, 0.0).to(tl.float64)
+    read_v = codes_v.to(tl.float64) * wide_v
+    half_v = tl.sqrt(tl.sum(tl.sum(wide_v * wide_v, 2), 1)) * WIDEN_HALF
+    norm_v = (tl.sqrt(tl.sum(tl.sum(read_v * read_v, 2), 1)) + half_v) * FLOAT_UP
+    tl.atomic_max(VNorm + slot // PAGE * KV + kv_head, tl.where(dead_v, 0.0, norm_v).to(tl.float32), mask=here)
+
+
+def write_packed(
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    sketch: Tensor,
+    witness: Tensor,
+    bypass: Tensor,
+    v_codes: Tensor,
+    v_scale: Tensor,
+    v_norm: Tensor,
+    mu: Tensor,
+    f: Tensor,
+    u: Tensor,
+    bypass_channels: Tensor,
+    band_of_channel: Tensor,
+    dither_on: bool,
+    dither_period: int,
+    seed: int,
+    layer: int,
+) -> None:
+    """As :func:`witcert_kernels.writer.write_packed`, with the same bytes.
+
+    Raises:
+        ValueError: a CPU tensor without ``TRITON_INTERPRET=1``.
+    """
+    check_device(k)
+    n, kv_heads, d = k.shape
+    d_v, groups, groups_v = v.shape[-1], k_scale.shape[-1], v_scale.shape[-1]
+    if n == 0:
+        return
+    # a warp a token, and enough tokens a program to fill one
+    tokens = TOKENS if max(d, d_v) <= 256 else 1
+    _write_kernel[(triton.cdiv(n, tokens), kv_heads)](
+        k.contiguous(), v.contiguous(), slots.contiguous(), positions.contiguous(), k_codes, k_scale, sketch, witness,
+        bypass, v_codes, v_scale, v_norm, mu, f, u, bypass_channels, band_of_channel, n, seed,
+        as_int32(layer), PERIOD=dither_period, KV=kv_heads, PAGE=k_codes.shape[1], D=d, DV=d_v, GROUPS=groups, GROUPS_V=groups_v,
+        R=sketch.shape[-1], BANDS=witness.shape[-1], KEPT=bypass.shape[-1], DITHER=dither_on, TOKENS=tokens,
+        GP=padded(groups, 1), WP=padded(d // groups, 1), GVP=padded(groups_v, 1), WVP=padded(d_v // groups_v, 1),
+        WIDEN_HALF=rounding.STEP_WIDEN / 2, FLOAT_UP=rounding.FLOAT_UP, num_warps=4,
+    )  # fmt: skip
