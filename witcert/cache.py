@@ -6,9 +6,9 @@ import copy
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from witcert_kernels import (
     Budget,
-    LayerCalibration,
     ObservatoryLayout,
     ObservatoryPool,
     PackedPool,
@@ -28,14 +27,11 @@ from witcert_kernels.checks import check_range
 from . import schemes
 from .capture import shapes_of
 from .chunk import Chunk
-from .configuration import layer_calibrations, windows
+from .configuration import CalibrationLike, layer_calibrations, windows
 from .gate import read_gated
 from .read import Read, read_once
 from .report import BudgetState, Bytes, Report, StepRecord, Telemetry, versions
 from .store import LayerStore
-
-if TYPE_CHECKING:
-    from .calibration import Calibration
 
 HISTORY = 100_000
 DELTA = 1e-2
@@ -151,7 +147,8 @@ class WitCertCache(Cache):
         config: the model's configuration.
         scheme: a name of ``witcert.schemes``, or a :class:`witcert.schemes.Scheme`.
         tau: threshold of the gate (τ < 1: certified; τ ≥ 1: risk-ranked); None for no gate.
-        calibration: file, :class:`witcert.calibration.Calibration` or one :class:`LayerCalibration` a layer.
+        calibration: a file, ``"default"`` (the shipped one, of SmolLM2-135M-Instruct), a
+            :class:`witcert.calibration.Calibration`, or one :class:`LayerCalibration` a layer.
         budget: failure budget of a dithered store; by default δ = 0.01 over as many steps as the model has positions.
         backing: keep exact keys and values too (16 or 32 bits); by default only for the gate.
         history: most cells that the report lists.
@@ -164,8 +161,8 @@ class WitCertCache(Cache):
     Raises:
         TypeError, ValueError: a model or an argument that is not supported, by name.
 
-    Use with ``model.set_attn_implementation("witcert")`` and ``past_key_values=cache``. Logical positions do not count a
-    sequence's left padding. A chunk of one position reads everything from the store; a longer one, and the first
+    Use with ``model.set_attn_implementation("witcert")`` and ``past_key_values=cache``. Logical positions do not count
+    left padding. A chunk of one position reads everything from the store; a longer one, and the first
     token of a sequence, attend to their own chunk exactly and to the rest from the store. No length is refused.
     """
 
@@ -176,7 +173,7 @@ class WitCertCache(Cache):
         config: PreTrainedConfig,
         scheme: str | schemes.Scheme | schemes.PackedScheme = "int8",
         tau: float | None = None,
-        calibration: str | Path | Calibration | Sequence[LayerCalibration] | None = None,
+        calibration: CalibrationLike | None = None,
         *,
         budget: Budget | None = None,
         backing: bool | None = None,
@@ -195,8 +192,10 @@ class WitCertCache(Cache):
         check_range("history", history, 0, 2**62)
         self.tau, self.history = tau, history
         self._backing = tau is not None if backing is None else backing
-        self._calibrations, chosen = layer_calibrations(calibration, len(self.layers))
+        calibrations, chosen = layer_calibrations(calibration, config, len(self.layers))
         self._layout = self._complete(layout, chosen)
+        r = self._layout.get("sketch", 0)
+        self._calibrations = calibrations and [replace(layer, u=layer.u[:, :r].contiguous()) for layer in calibrations]
         self.budget = self._check_budget(budget, text)
         self.observer: Callable[[StepRecord], None] | None = None
         self._start()

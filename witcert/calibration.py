@@ -30,6 +30,7 @@ from .schemes import PackedScheme
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+PARTS = ("mu", "f", "u", "bypass")
 DIRECTIONS = 16
 FLOOR = 2.0**-12
 """Least half-range, as a part of the head's largest: a channel that stood still in calibration may move when served."""
@@ -120,7 +121,7 @@ class Calibration:
         tensors = {
             f"layers.{n}.{name}": getattr(layer, name).contiguous()
             for n, layer in enumerate(self.fitted)
-            for name in ("mu", "f", "u", "bypass")
+            for name in PARTS
         }
         metadata = {k: v.model_dump_json() if isinstance(v, BaseModel) else str(v) for k, v in self.metadata}
         save_file(tensors, path, metadata=metadata)
@@ -144,11 +145,8 @@ class Calibration:
             values["model"] = ModelFingerprint.model_validate_json(values["model"])
         metadata = CalibrationMetadata.model_validate(values)
         fitted = []
-        for n in range(layer_count(tensors, "mu")):
-            for name in ("f", "u", "bypass"):
-                if f"layers.{n}.{name}" not in tensors:
-                    raise ValueError(f"layers.{n}.{name}: got no such tensor in {path}, wants one")
-            mu, f, u, bypass = (tensors[f"layers.{n}.{name}"] for name in ("mu", "f", "u", "bypass"))
+        for n in range(layer_count(tensors, PARTS)):
+            mu, f, u, bypass = (tensors[f"layers.{n}.{name}"] for name in PARTS)
             fitted.append(LayerCalibration(mu, f, u, bypass, metadata.model.rope_layout, metadata.model.rotary_dim))
         return cls(fitted, metadata)
 

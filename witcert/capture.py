@@ -1,8 +1,9 @@
-"""Captured tensors: what a model's attention really computes with, as one safetensors file (format: the README)."""
+"""Captured tensors: what a model's attention computes with, recorded in one forward pass and kept in one file."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -218,7 +219,7 @@ class Captured:
         metadata, tensors = read_safetensors(path)
         windows = metadata.pop("window_left", "-1").split(",")
         known = {name: metadata[name] for name in CaptureMetadata.model_fields if name in metadata}
-        layers = layer_count(tensors, "k")
+        layers = layer_count(tensors, ("q", "k", "v"))
         if len(windows) not in (1, layers):
             raise ValueError(f"window_left: got {len(windows)} numbers, wants one, or one for each of {layers} layers")
         if len(windows) == 1:
@@ -248,12 +249,13 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
         raise OSError(f"{path}: not a safetensors file ({error})") from error
 
 
-def layer_count(tensors: dict[str, Tensor], part: str) -> int:
-    """Layers of a file's ``layers.N.part`` tensors. Raises ValueError unless N runs from 0 without a gap."""
-    count = sum(name.startswith("layers.") and name.endswith(f".{part}") for name in tensors)
-    missing = [f"layers.{n}.{part}" for n in range(max(count, 1)) if f"layers.{n}.{part}" not in tensors]
-    if missing:
-        raise ValueError(f"{missing[0]}: got no such tensor, wants one for each layer from 0")
+def layer_count(tensors: dict[str, Tensor], parts: tuple[str, ...]) -> int:
+    """Layers of a file of ``layers.N.part`` tensors. Raises ValueError unless each N from 0 on has all ``parts``."""
+    found = [re.match(r"layers\.(\d+)\.", name) for name in tensors]
+    count = max((int(match[1]) + 1 for match in found if match), default=1)
+    for name in (f"layers.{n}.{part}" for n in range(count) for part in parts):
+        if name not in tensors:
+            raise ValueError(f"{name}: got no such tensor, wants one for each layer from 0 to {count - 1}")
     return count
 
 

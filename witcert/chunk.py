@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .padding import continue_padding, left_padding
 from .store import LayerStore
+from .transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Chunk:
         if not any(first):
             return cls(n, pads, counts, None)
         rows = torch.cat([torch.arange(b * n + f, (b + 1) * n) for b, f in enumerate(first)])
-        return cls(n, pads, counts, rows.to(device))
+        return cls(n, pads, counts, to_device(rows, device))
 
     def tokens(self, x: Tensor) -> Tensor:
         """``[batch, heads, n, d] -> [rows, heads, d]``, one sequence after the other."""
@@ -64,4 +65,4 @@ class Chunk:
     def rows_of(self, sequences: Sequence[int], device: torch.device) -> Tensor:
         """Rows of some sequences among those of :meth:`tokens`, int64."""
         start = [0, *accumulate(self.counts)]
-        return torch.cat([torch.arange(start[b], start[b + 1]) for b in sequences]).to(device)
+        return to_device(torch.cat([torch.arange(start[b], start[b + 1]) for b in sequences]), device)

@@ -101,7 +101,7 @@ def demo(
             meter = "" if worst is None else f"largest meter {worst:.3f}"
             progress.update(task, description=name, completed=done, total=total, meter=meter)
 
-        result = run_demo(loaded, tokenizer, quick, tell)
+        result = run_demo(loaded, tokenizer, quick, tell, _calibration(None, loaded))
         progress.update(task, description="done", completed=1, total=1, meter="")
     out.print(table(result.header, result.rows()))
     out.print(
@@ -139,18 +139,138 @@ def generate(
         prompt,
         scheme=scheme,
         tau=tau,
-        calibration=_calibration(calibration, model),
+        calibration=_calibration(calibration, loaded),
         max_new_tokens=max_new_tokens,
         write=lambda text: (sys.stdout.write(text), sys.stdout.flush()),
     )
     out.print(f"\n[dim]{line}[/dim]")
 
 
-def _calibration(path: Path | None, model: str | None) -> Any:
-    """The named calibration, the shipped one for the default model, or none."""
-    if path is not None:
-        return path
-    return "default" if model is None else None
+def _calibration(path: Path | None, model: Any) -> Any:
+    """The named calibration, checked against the model; else the shipped one if it is this model's; else none."""
+    from .calibration import Calibration, default_for
+
+    if path is None:
+        return default_for(model)
+    calibration = Calibration.load(path)
+    calibration.check(model)
+    return calibration
+
+
+def _text(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError(f"text: got an empty file {path}, wants some text")
+    return text
+
+
+def _staged(progress: Progress) -> Any:
+    """A progress callback ``(stage, done, total)`` that shows one bar a stage."""
+    tasks: dict[str, Any] = {}
+
+    def tell(stage: str, done: int, total: int) -> None:
+        if stage not in tasks:
+            tasks[stage] = progress.add_task(stage, meter="")
+        progress.update(tasks[stage], completed=done, total=total)
+
+    return tell
+
+
+@app.command()
+def calibrate(
+    text: Annotated[Path, typer.Option("--text", help="Text like the one that will be served.", exists=True, dir_okay=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Safetensors file to write.")],
+    model: ModelOption = None,
+    length: Annotated[int, typer.Option("--length", help="Tokens to fit to: the length that will be served.")] = 2048,
+    tau: Annotated[float, typer.Option("--tau", help="Threshold of the coverage.")] = 0.2,
+    target: Annotated[float | None, typer.Option("--target", help="Coverage to reach with the fewest bytes.")] = None,
+) -> None:
+    """Fit equaliser, sketch directions and bypass to a text, and print bytes against coverage.
+
+    Example: witcert calibrate --model ./model --text served.txt --length 4096 -o model.safetensors
+    """
+    from . import calibration
+
+    out = console()
+    loaded, tokenizer = _load(model, out)
+    with bar(out) as progress:
+        result, trade_off = calibration.calibrate(
+            loaded,
+            tokenizer,
+            _text(text),
+            length=length,
+            tau=tau,
+            target=calibration.TARGET if target is None else target,
+            progress=_staged(progress),
+        )
+    result.save(output)
+    out.print(calibration.table(trade_off))
+
+
+@app.command()
+def capture(
+    text: Annotated[Path, typer.Option("--text", help="Text to run through the model.", exists=True, dir_okay=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Safetensors file to write.")],
+    model: ModelOption = None,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of the text.")] = 2048,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Query rows to keep, the last ones.")] = 64,
+) -> None:
+    """Write a model's exact queries, keys and values of a text.
+
+    Example: witcert capture --text prose.txt --length 2048 --steps 64 -o captured.safetensors
+    """
+    import torch
+
+    from .capture import capture as run
+
+    out = console()
+    loaded, tokenizer = _load(model, out)
+    ids = tokenizer(_text(text))["input_ids"]
+    if len(ids) < length:
+        raise ValueError(f"text: got {len(ids)} tokens, wants at least --length, {length}")
+    with bar(out) as progress:
+        captured = run(loaded, torch.tensor(ids[:length]), steps=steps, progress=_staged(progress))
+    captured.save(output)
+    out.print(f"{output}: {len(captured.layers)} layers, {length} tokens, {steps} query rows")
+
+
+@app.command()
+def meter(
+    file: Annotated[Path, typer.Argument(help="Captured tensors.", exists=True, dir_okay=False)],
+    scheme: Annotated[list[str] | None, typer.Option("--scheme", help="Scheme to meter; may be repeated.")] = None,
+    calibration: CalibrationOption = None,
+    tau: Annotated[float, typer.Option("--tau", help="Threshold of the coverage.")] = 0.2,
+    json: Annotated[Path | None, typer.Option("--json", help="Write all cells (of one scheme).")] = None,
+) -> None:
+    """Meter captured tensors under a scheme and compare with the true total variation.
+
+    Example: witcert meter captured.safetensors --scheme int8 --scheme kivi2
+    """
+    from . import metering
+    from .calibration import Calibration, default_for
+    from .capture import Captured
+
+    names = scheme or ["int8"]
+    if json is not None and len(names) > 1:
+        raise ValueError(f"--json: got {len(names)} schemes, wants one")
+    out = console()
+    captured = Captured.load(file)
+    fitted = Calibration.load(calibration) if calibration is not None else None
+    if fitted is None and captured.metadata.fingerprint is not None:
+        fitted = default_for(captured)
+    summaries = []
+    with bar(out) as progress:
+        for name in names:
+            task = progress.add_task(name, meter="")
+
+            def tell(stage: str, done: int, total: int, task: Any = task) -> None:
+                progress.update(task, completed=done, total=total)
+
+            result = metering.meter(captured, name, fitted, progress=tell)
+            summaries.append(result.summary(tau))
+    out.print(metering.table(summaries))
+    if json is not None:
+        json.write_text(result.model_dump_json(), encoding="utf-8")
 
 
 @app.command()
@@ -169,6 +289,37 @@ def schemes() -> None:
         else:
             rows.append([name, f"{scheme.bits:g}", f"{scheme.token_group}", "observatory", "witness"])
     console().print(table(("scheme", "bits", "tokens a group", "store", "source of c"), rows))
+
+
+@app.command()
+def conformance(
+    impl: Annotated[str, typer.Option("--impl", help="ref, torch-cpu, triton-interpret, triton-cuda or package.module:Adapter.")],
+    profile: Annotated[str, typer.Option("--profile", help="quick, ci or release.")] = "ci",
+    seed: Annotated[int, typer.Option("--seed", help="Seed of all draws.")] = 0,
+    report: Annotated[Path | None, typer.Option("--conformance-report", help="JSON to write; HTML goes beside it.")] = None,
+) -> None:
+    """Test an implementation against every contract; exits with 1 unless all that it offers hold.
+
+    Example: witcert conformance --impl mypackage.adapter:Adapter --profile quick
+    """
+    from witcert_conformance import release_check as run
+
+    raise typer.Exit(run([impl], profile=profile, seed=seed, report=report))
+
+
+@app.command("release-check")
+def release_check(
+    profile: Annotated[str, typer.Option("--profile", help="quick, ci or release.")] = "release",
+    seed: Annotated[int, typer.Option("--seed", help="Seed of all draws.")] = 0,
+    report: Annotated[Path | None, typer.Option("--conformance-report", help="JSON to write; HTML goes beside it.")] = None,
+) -> None:
+    """Test every shipped implementation that this machine can run; exits with 1 unless all properties passed.
+
+    Example: witcert release-check --conformance-report release.json
+    """
+    from witcert_conformance import release_check as run
+
+    raise typer.Exit(run(profile=profile, seed=seed, report=report))
 
 
 def main() -> None:

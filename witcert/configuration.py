@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers import PreTrainedConfig
 
@@ -12,6 +12,8 @@ from witcert_kernels import LayerCalibration
 
 if TYPE_CHECKING:
     from .calibration import Calibration
+
+CalibrationLike: TypeAlias = "str | Path | Calibration | Sequence[LayerCalibration]"
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -41,31 +43,30 @@ def windows(config: PreTrainedConfig) -> list[int | None]:
 
 
 def layer_calibrations(
-    calibration: str | Path | Calibration | Sequence[LayerCalibration] | None, layers: int
+    calibration: CalibrationLike | None, config: PreTrainedConfig, layers: int
 ) -> tuple[list[LayerCalibration] | None, dict[str, Any]]:
-    """A calibration for each layer, and the layout options that go with them; ``"default"`` is the shipped one.
+    """A calibration for each layer, and the layout options that go with them.
 
     Raises:
-        TypeError, ValueError: not a calibration, or one of another number of layers.
+        OSError: no such file.
+        TypeError, ValueError: not a calibration, or one of another model, by name.
     """
+    from .calibration import Calibration, default
+
     if calibration is None:
         return None, {}
-    options: dict[str, Any] = {}
-    if isinstance(calibration, Sequence) and not isinstance(calibration, str):
-        found = list(calibration)
-    else:
-        if isinstance(calibration, str | Path):
-            from .calibration import Calibration, default
-
-            calibration = default() if calibration == "default" else Calibration.load(calibration)
-        found = list(calibration.layers)
-        bands = getattr(calibration.metadata, "witness_bands", None)
-        options = {} if bands is None else {"witness_bands": bands}
-    if not all(isinstance(layer, LayerCalibration) for layer in found):
+    if isinstance(calibration, str | Path):
+        calibration = default() if calibration == "default" else Calibration.load(calibration)
+    options = {}
+    if isinstance(calibration, Calibration):
+        calibration.check(config)
+        options = {"sketch": calibration.metadata.sketch, "witness_bands": calibration.metadata.witness_bands}
+    given = calibration.fitted if isinstance(calibration, Calibration) else calibration
+    if not isinstance(given, list | tuple) or not all(isinstance(layer, LayerCalibration) for layer in given):
         raise TypeError("calibration: wants a file, a Calibration, or a LayerCalibration for each layer")
+    found = list(given)
     if len(found) != layers:
         raise ValueError(f"calibration: got {len(found)} layers, wants the model's {layers}")
     first = found[0]
-    options |= {"sketch": first.u.shape[1], "bypass": first.bypass.shape[1]}
-    options |= {"rope_layout": first.rope_layout, "rotary_dim": first.rotary_dim}
-    return found, options
+    shared = {"bypass": first.bypass.shape[1], "rope_layout": first.rope_layout, "rotary_dim": first.rotary_dim}
+    return found, {"sketch": first.u.shape[1]} | options | shared

@@ -15,6 +15,7 @@ from torch import Tensor
 from witcert_kernels import Certificate
 
 from .read import Read, Reading
+from .transfer import to_device
 
 MEASURES = ("meter", "eform", "risk", "value_error", "compressed")
 
@@ -61,7 +62,7 @@ def read_gated(read: Read, tau: float) -> Reading:
         if not len(rows):
             break
         whole = torch.zeros(len(store.lengths), *chosen.shape[1:], dtype=torch.bool, device=chosen.device)
-        whole[torch.tensor(list(read.sequences), device=chosen.device)] = chosen
+        whole[to_device(read.sequences, chosen.device)] = chosen
         store.repair(whole)
         repaired += chosen.sum(-1)
         new_out, new_lse, new = read.only(rows.tolist()).run(return_shares=True)

@@ -35,11 +35,11 @@ class Spec:
 
 SPECS = (
     Spec("lisbon-400", "Lisbon", "7421", 400, 0.5, 0),
-    Spec("geneva-800", "Geneva", "8264", 800, 0.75, 5),
-    Spec("oslo-1000", "Oslo", "3958", 1000, 0.25, 10),
+    Spec("geneva-800", "Geneva", "8264", 800, 0.75, 22),
+    Spec("oslo-1000", "Oslo", "3958", 1000, 0.25, 25),
     Spec("havana-1250", "Havana", "5179", 1250, 0.1, 15),
     Spec("cairo-1500", "Cairo", "6043", 1500, 0.6, 20),
-    Spec("dublin-1800", "Dublin", "2786", 1800, 0.4, 25),
+    Spec("vienna-1800", "Vienna", "2786", 1800, 0.4, 10),
 )
 QUICK = SPECS[:2]
 

@@ -41,8 +41,8 @@ DELTA = 0.01
 class Cell(BaseModel):
     """One (layer, query head, query row) that read at least one compressed token.
 
-    ``step`` counts the query rows of the capture. ``meter`` bounds ``true_tv``, which is None where a key or query is
-    not finite; ``eform`` is the paper's ½ (A² − 1).
+    ``step`` counts the query rows of the capture. ``meter`` bounds ``true_tv``, which is None where a key or query that
+    is not finite leaves none; ``eform`` is the paper's ½ (A² − 1).
     """
 
     model_config = ConfigDict(ser_json_inf_nan="strings")

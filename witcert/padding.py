@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
+from .transfer import to_device
+
 
 def padding_mask(
     *, attention_mask: Tensor | None = None, mask_function: Any = causal_mask_function, **kwargs: Any
@@ -67,8 +69,7 @@ def continue_padding(mask: Tensor | None, pads: list[int], lengths: list[int], t
             )
         return list(pads)
     if mask.device.type != "cpu" and all(lengths) and tuple(mask.shape) == (len(pads), total):
-        old = torch.tensor(pads, device=mask.device)[:, None]
-        expected = torch.arange(total, device=mask.device) >= old
+        expected = torch.arange(total, device=mask.device) >= to_device(pads, mask.device)[:, None]
         torch._assert_async(((mask != 0) == expected).all(), "attention_mask: contradicts the padding in the cache")
         return list(pads)
     new = left_padding(mask, len(pads), total)

@@ -11,6 +11,7 @@ from torch import Tensor
 from witcert_kernels import Budget, Certificate, certified_decode
 
 from .store import LayerStore
+from .transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,12 @@ class Read:
         """Call the op: ``out``, ``lse`` and the certificate, a row for each of ``q``."""
         store, device = self.store, self.q.device
         index = self._index()
-
-        def int32(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
         return certified_decode(
             self.q,
             store.pool,
             store.page_table if index is None else store.page_table[index],
-            int32(self.lengths),
-            None if self.qo_indptr is None else int32(self.qo_indptr),
+            to_device(self.lengths, device, torch.int32),
+            None if self.qo_indptr is None else to_device(self.qo_indptr, device, torch.int32),
             self.k_new,
             self.v_new,
             exact_pages=self.exact_pages(),
@@ -90,7 +87,7 @@ class Read:
         """Pages with a token that a decode row attends to, bool ``[b, max_pages]``."""
         page_size = self.store.pool.layout.page_size
         page = torch.arange(self.store.page_table.shape[1], device=self.q.device)
-        length = torch.tensor(list(self.lengths), device=self.q.device)[:, None]
+        length = to_device(self.lengths, self.q.device)[:, None]
         readable = page * page_size < length
         if self.window_left >= 0:
             readable &= (page + 1) * page_size > length - 1 - self.window_left
@@ -98,18 +95,17 @@ class Read:
 
     def only(self, rows: Sequence[int]) -> Read:
         """Some of the rows of a read with one row a sequence."""
-        index = torch.tensor(list(rows), device=self.q.device)
         return replace(
             self,
             sequences=[self.sequences[i] for i in rows],
             lengths=[self.lengths[i] for i in rows],
-            q=self.q[index],
+            q=self.q[to_device(rows, self.q.device)],
         )
 
     def _index(self) -> Tensor | None:
         if list(self.sequences) == list(range(len(self.store.lengths))):
             return None
-        return torch.tensor(list(self.sequences), dtype=torch.int64, device=self.q.device)
+        return to_device(self.sequences, self.q.device)
 
 
 @dataclass(frozen=True)

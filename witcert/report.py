@@ -80,8 +80,8 @@ class Bytes(BaseModel):
     """Allocated bytes of all layers by part, and bytes of one token's key and value in one kv head.
 
     ``store``: the pages; ``backing``: exact keys and values kept for repair; ``exact``: repaired pages; ``tail``: exact
-    tokens of incomplete groups. ``per_token``: as stored here; ``nominal_per_token``: as a black-box scheme itself would
-    store it, where an observatory holds 16-bit copies instead.
+    tokens of incomplete groups. ``per_token``: as stored here; ``nominal_per_token``: as a black-box scheme itself
+    would store it, where an observatory holds 16-bit copies instead.
     """
 
     store: int
@@ -150,7 +150,7 @@ class Report(BaseModel):
 
     @property
     def median_meter(self) -> float:
-        """The lower median of the meters, rounded up to the histogram's bins; NaN if there are no cells."""
+        """The lower median of the meters, rounded up to the histogram's bins where cells were dropped; NaN for none."""
         if not self.cells_seen:
             return math.nan
         if self.complete:

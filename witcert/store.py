@@ -17,6 +17,7 @@ from torch import Tensor
 from witcert_kernels import ObservatoryLayout, ObservatoryPool, PackedPool, StoreLayout, observe_, quantize_
 
 from .schemes import Scheme
+from .transfer import to_device
 
 GROWTH = 64
 
@@ -107,8 +108,8 @@ class LayerStore:
         if self._page_table is None:
             width = max(map(len, self.pages), default=0)
             rows = [row + [0] * (width - len(row)) for row in self.pages]
-            table = torch.tensor(rows, dtype=torch.int32, device=self.pool.device)
-            self._page_table = table.reshape(len(rows), width)
+            flat = to_device(list(chain.from_iterable(rows)), self.pool.device, torch.int32)
+            self._page_table = flat.view(len(rows), width)
         return self._page_table
 
     @property
@@ -241,7 +242,7 @@ class LayerStore:
                 self.exact_pages = torch.nn.functional.pad(self.exact_pages, (0, more), value=-1)
 
     def _take_pages(self, pages: list[int], num_pages: int) -> None:
-        index = torch.tensor(pages, dtype=torch.int64, device=self.pool.device)
+        index = to_device(pages, self.pool.device)
         self.pool.take_pages(index, num_pages)
         if self.backing is not None:
             self.backing.take_pages(index, num_pages)
@@ -258,9 +259,8 @@ class LayerStore:
         if self.exact_pages is None:
             return
         width = max(needed, default=0)
-        index = torch.tensor(list(rows), dtype=torch.int64, device=self.pool.device)
-        table = self.exact_pages[index][..., :width]
-        gone = torch.arange(width, device=table.device) >= torch.tensor(needed, device=table.device)[:, None, None]
+        table = self.exact_pages[to_device(rows, self.pool.device)][..., :width]
+        gone = torch.arange(width, device=table.device) >= to_device(needed, table.device)[:, None, None]
         table = table.masked_fill(gone, -1)
         present = table >= 0
         slots, exact = table[present].to(torch.int64), self.pool.exact
@@ -285,7 +285,7 @@ class LayerStore:
         sequences = torch.arange(len(counts)).repeat_interleave(counts)
         first = counts.cumsum(0) - counts
         positions = torch.arange(int(counts.sum())) - first[sequences] + torch.tensor(list(begin))[sequences]
-        return sequences.to(self.pool.device), positions.to(self.pool.device)
+        return to_device(sequences, self.pool.device), to_device(positions, self.pool.device)
 
     def _observe(self, k: Tensor, v: Tensor, slots: Tensor, *, exact: bool) -> None:
         """Write reconstructions with their witness; ``exact`` for tokens that the scheme keeps as they are."""

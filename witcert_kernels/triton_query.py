@@ -147,6 +147,13 @@ def _query_kernel(
         tl.store(Witness + row * BANDS + b, (norm * UP).to(tl.float32), mask=here)
 
 
+def scale_parts(sm_scale: float) -> tuple[float, float]:
+    """The logits' scale in base 2 as a float32 number and the rest, since a kernel's float arguments are float32."""
+    scale = sm_scale * LOG2E
+    high = torch.tensor(scale, dtype=torch.float32).item()
+    return high, scale - high
+
+
 @dataclass(frozen=True)
 class PackedDigits:
     """Coefficients of the packed read, a query row and head each (row · heads + head), logits in base 2.
@@ -208,13 +215,11 @@ def packed_digits(
         shift=new(dtype=torch.float64),
         bad=new(dtype=torch.int8),
     )
-    scale = sm_scale * LOG2E
-    high = torch.tensor(scale, dtype=torch.float32).item()
     grid = (triton.cdiv(n * (heads // kv_heads), ROWS), kv_heads)
     _query_kernel[grid](
         q.contiguous(), mu, f, u, bypass_channels, band_of_channel, out.digits, out.unit, out.sketch, out.half,
-        out.fixed, out.dot, out.witness, out.radius_square, out.radius_bias, out.kept, out.shift, out.bad, n, high,
-        scale - high, HEADS=heads, KV=kv_heads, D=d, GROUPS=groups, R=r, BANDS=bands, KEPT=kept, RADIUS=with_radius,
+        out.fixed, out.dot, out.witness, out.radius_square, out.radius_bias, out.kept, out.shift, out.bad, n,
+        *scale_parts(sm_scale), HEADS=heads, KV=kv_heads, D=d, GROUPS=groups, R=r, BANDS=bands, KEPT=kept, RADIUS=with_radius,
         DIGITS=digits, LIMIT=float(rounding.DIGIT_LIMIT[digits]),
         TERMS=(rounding.DIGIT_TERMS + 2 * r + groups + d / 128) * rounding.U, WIDEN=rounding.STEP_WIDEN,
         DELTA_WIDEN=rounding.DELTA_WIDEN, UP=rounding.FLOAT_UP * (1 + (groups + bands + 8) * rounding.U), GRID=GRID_STEP,

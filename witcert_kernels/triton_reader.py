@@ -15,69 +15,108 @@ from torch import Tensor
 
 from . import rounding
 from .triton_common import INTERPRETED, as_int32, check_device, dither_of, padded
+from .triton_exact import read_exact
+from .triton_observatory import decode_observatory
 from .triton_query import LOG2E, packed_digits
-from .triton_state import FIELDS, fold, merge, softcap
-from .triton_tiles import HALF_SCALE, attended, biased, exact_tile, not_finite, own_chunk, span, store_row, tiling
+from .triton_state import FIELDS, fold, merge, softcap, weight_error
+from .triton_tiles import (
+    ADD_ERROR,
+    HALF_SCALE,
+    U,
+    attended,
+    biased,
+    not_finite,
+    pool_tokens,
+    span,
+    store_row,
+    tiling,
+)
+
+__all__ = ["decode_observatory", "decode_packed"]
 
 DIGITS = 3
-ADD_ERROR = tl.constexpr(rounding.ADD_ERROR)
-DOT_ERROR = tl.constexpr(rounding.DOT_ERROR)
-U = tl.constexpr(rounding.U)
 
 
 @triton.jit
 def _int8_to_half(x, INTERPRET: tl.constexpr):
     """int8 to float16, exact: a byte in the mantissa of 1024 + 128 + x, four at a time."""
     if INTERPRET:
-        return x.to(tl.float16)
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 biased, magic, offset;
-        mov.b32 magic, 0x64646464;
-        mov.b32 offset, 0x64806480;
-        xor.b32 biased, $2, 0x80808080;
-        prmt.b32 $0, biased, magic, 0x4140;
-        prmt.b32 $1, biased, magic, 0x4342;
-        sub.f16x2 $0, $0, offset;
-        sub.f16x2 $1, $1, offset;
-        }""",
-        "=r,=r,r",
-        [x],
-        dtype=tl.float16,
-        is_pure=True,
-        pack=4,
-    )
+        half = x.to(tl.float16)
+    else:
+        half = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 biased, magic, offset;
+            mov.b32 magic, 0x64646464;
+            mov.b32 offset, 0x64806480;
+            xor.b32 biased, $2, 0x80808080;
+            prmt.b32 $0, biased, magic, 0x4140;
+            prmt.b32 $1, biased, magic, 0x4342;
+            sub.f16x2 $0, $0, offset;
+            sub.f16x2 $1, $1, offset;
+            }""",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    return half
 
 
 @triton.jit
-def _load_digit(
-    Digits, row, row_ok, group, digit, D: tl.constexpr, GROUPS: tl.constexpr, DIGITS: tl.constexpr, WP: tl.constexpr
+def _load_digits(
+    Digits, row, row_ok, group, FIRST: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr,
+    DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, WP: tl.constexpr,
+):  # fmt: skip
+    """Some digits of a group's channels, int8 ``[COUNT * rows, WP]``, digit after digit, 0 for those that do not exist."""
+    digit = FIRST + tl.arange(0, COUNT)[:, None, None]
+    within = tl.arange(0, WP)[None, None, :]
+    at = (row[None, :, None] * DIGITS + digit) * D + group * (D // GROUPS) + within
+    mask = row_ok[None, :, None] & (digit < DIGITS) & (within < D // GROUPS)
+    return tl.reshape(tl.load(Digits + at, mask=mask, other=0), (COUNT * BLOCK_M, WP))
+
+
+@triton.jit
+def _combine(parts, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
+    """Σ_i 256^i of the i-th rows of ``[COUNT * rows, COLUMNS]``, float32 after two roundings."""
+    digit = tl.arange(0, COUNT)[:, None, None]
+    weight = tl.where(digit == 0, 1.0, tl.where(digit == 1, 256.0, 65536.0))
+    return tl.sum(tl.reshape(parts.to(tl.float32), (COUNT, BLOCK_M, COLUMNS)) * weight, 0)
+
+
+@triton.jit
+def _digit_dot(
+    digits, high, middle, k, STACK: tl.constexpr, DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """A digit of a group's channels, int8 ``[rows, WP]``."""
-    within = tl.arange(0, WP)[None, :]
-    at = (row * DIGITS + digit)[:, None] * D + group * (D // GROUPS) + within
-    return tl.load(Digits + at, mask=row_ok[:, None] & (within < D // GROUPS), other=0)
+    """Σ of the query's integers times codes ``[tokens, WP]``, float32 after two roundings.
 
-
-@triton.jit
-def _digit_dot(high, middle, low, k, DIGITS: tl.constexpr):
-    """Σ of the query's integers times codes ``[tokens, WP]``, float32 after two roundings."""
+    Few rows have their digits stacked into one operand; else ``digits`` is the lowest.
+    """
     codes = tl.trans(k)
-    total = tl.dot(middle, codes, out_dtype=tl.int32).to(tl.float32)
-    if DIGITS == 3:
-        total = tl.dot(high, codes, out_dtype=tl.int32).to(tl.float32) * 256.0 + total
-    return total * 256.0 + tl.dot(low, codes, out_dtype=tl.int32).to(tl.float32)
+    total = tl.dot(digits, codes, out_dtype=tl.int32)
+    if STACK:
+        integer = _combine(total, 4, BLOCK_M, BLOCK_N)
+    else:
+        upper = tl.dot(middle, codes, out_dtype=tl.int32).to(tl.float32)
+        if DIGITS == 3:
+            upper += tl.dot(high, codes, out_dtype=tl.int32).to(tl.float32) * 256.0
+        integer = upper * 256.0 + total.to(tl.float32)
+    return integer
 
 
 @triton.jit
 def _dither_dot(
-    high, middle, low, seed, layer, kv_head, token, base, group, PERIOD: tl.constexpr, D: tl.constexpr,
-    GROUPS: tl.constexpr, WP: tl.constexpr, BLOCK_N: tl.constexpr, DIGITS: tl.constexpr,
+    digits, high, middle, seed, layer, kv_head, token, base, group, STACK: tl.constexpr, PERIOD: tl.constexpr,
+    D: tl.constexpr, GROUPS: tl.constexpr, WP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DIGITS: tl.constexpr,
 ):  # fmt: skip
     """Σ of the query's integers times ξ, ``[rows, 1]`` where a tile has one period, else ``[rows, tokens]``."""
-    integer = middle.to(tl.float32) * 256.0 + low.to(tl.float32)
-    if DIGITS == 3:
-        integer += high.to(tl.float32) * 65536.0
+    if STACK:
+        integer = _combine(digits, 4, BLOCK_M, WP)
+    else:
+        integer = middle.to(tl.float32) * 256.0 + digits.to(tl.float32)
+        if DIGITS == 3:
+            integer += high.to(tl.float32) * 65536.0
     channel = (group * (D // GROUPS) + tl.arange(0, WP))[None, :]
     if PERIOD % BLOCK_N == 0:
         total = tl.sum(integer * dither_of(seed, layer, kv_head, base // PERIOD, channel), 1)[:, None]
@@ -111,38 +150,27 @@ def _witness_bound(
 
 @triton.jit(do_not_specialize=["seed", "layer"])
 def _packed_kernel(
-    Q, Work, Indptr, PageTable, SeqLens, ExactSlots, ExactK, ExactV, KNew, VNew, Bias,
-    Digits, Unit, Sketch, Half, Fixed, Dot, Witness, RadiusSquare, RadiusBias, Kept, Shift, Bad, BandShare,
+    Q, Work, Indptr, PageTable, SeqLens, ExactSlots, Bias,
+    Digits, Unit, Sketch, Half, Fixed, Dot, Witness, RadiusSquare, RadiusBias, Kept, Shift, BandShare,
     KCodes, KScale, SketchCodes, WitnessCodes, Bypass, VCodes, VScale, VNorm, Acc, Stats,
-    total, max_pages, bias_tokens, window_left, scale, cap, log_term, seed, layer,
+    total, max_pages, bias_tokens, window_left, slots, cap, log_term, seed, layer,
     KV: tl.constexpr, PER_HEAD: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_V: tl.constexpr, R: tl.constexpr, BANDS: tl.constexpr, KEPT: tl.constexpr,
     PERIOD: tl.constexpr, RADIUS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     RAGGED: tl.constexpr, HAS_NEW: tl.constexpr, HAS_EXACT: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr,
-    DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WP: tl.constexpr, DP: tl.constexpr,
-    DVP: tl.constexpr, HALF_RHO: tl.constexpr, INTERPRET: tl.constexpr,
+    DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WP: tl.constexpr, DVP: tl.constexpr,
+    HALF_RHO: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    sequence, first_flat, first_row, rows, length, offset = span(
-        Work, Indptr, SeqLens, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW
+    sequence, _, _, length, row, row_ok, position, lowest, highest = span(
+        Work, Indptr, SeqLens, kv_head, KV, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW
     )
-    flat = first_flat + tl.arange(0, BLOCK_M)
-    row_ok = flat < rows * PER_HEAD
-    row = (first_row + flat // PER_HEAD).to(tl.int64) * (KV * PER_HEAD) + kv_head * PER_HEAD + flat % PER_HEAD
-    position = offset + flat // PER_HEAD
-    low = offset + first_flat // PER_HEAD
-    high = offset + (tl.minimum(first_flat + BLOCK_M, rows * PER_HEAD) - 1) // PER_HEAD
+    begin, first, stop = pool_tokens(
+        length, lowest, highest, split, splits, window_left, PAGE, BLOCK_N, CAUSAL, WINDOW
+    )
     ROWWISE: tl.constexpr = RAGGED and (CAUSAL or WINDOW)
+    STACK: tl.constexpr = BLOCK_M < 16
     TOKENWISE: tl.constexpr = GROUPS > 1 or KEPT > 0  # rounding is then not one number times a token's step
-
-    # a split has whole blocks of tokens, aligned to pages and tiles
-    BLOCK: tl.constexpr = PAGE if PAGE > BLOCK_N else BLOCK_N
-    begin = tl.maximum(low - window_left, 0) if WINDOW else 0
-    end = tl.minimum(length, high + 1) if CAUSAL else length
-    first_block = begin // BLOCK
-    per_split = tl.cdiv(tl.maximum(tl.cdiv(end, BLOCK) - first_block, 0), splits)
-    first = (first_block + split * per_split) * BLOCK
-    stop = tl.minimum(first + per_split * BLOCK, end)
 
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     m_wide = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -165,9 +193,9 @@ def _packed_kernel(
         shift = tl.load(Shift + row, mask=row_ok, other=0.0).to(tl.float32)
         z_shift = tl.abs(shift) * ADD_ERROR
     if GROUPS == 1:
-        low_digit = _load_digit(Digits, row, row_ok, 0, 0, D, GROUPS, DIGITS, WP)
-        middle_digit = _load_digit(Digits, row, row_ok, 0, 1, D, GROUPS, DIGITS, WP)
-        high_digit = _load_digit(Digits, row, row_ok, 0, DIGITS - 1, D, GROUPS, DIGITS, WP)
+        digits = _load_digits(Digits, row, row_ok, 0, 0, 4 if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+        middle = _load_digits(Digits, row, row_ok, 0, 1, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+        high = _load_digits(Digits, row, row_ok, 0, 2, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
         half_row = tl.load(Half + row, mask=row_ok, other=0.0)
         fixed_row = tl.load(Fixed + row, mask=row_ok, other=0.0)
         dot_row = tl.load(Dot + row, mask=row_ok, other=0.0)
@@ -204,9 +232,9 @@ def _packed_kernel(
             k = tl.load(KCodes + at, mask=here[:, None] & (within < D // GROUPS)[None, :], other=0)
             at = row * GROUPS + group
             if GROUPS > 1:
-                low_digit = _load_digit(Digits, row, row_ok, group, 0, D, GROUPS, DIGITS, WP)
-                middle_digit = _load_digit(Digits, row, row_ok, group, 1, D, GROUPS, DIGITS, WP)
-                high_digit = _load_digit(Digits, row, row_ok, group, DIGITS - 1, D, GROUPS, DIGITS, WP)
+                digits = _load_digits(Digits, row, row_ok, group, 0, 4 if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+                middle = _load_digits(Digits, row, row_ok, group, 1, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+                high = _load_digits(Digits, row, row_ok, group, 2, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
                 half_row = tl.load(Half + at, mask=row_ok, other=0.0)
                 fixed_row = tl.load(Fixed + at, mask=row_ok, other=0.0)
                 dot_row = tl.load(Dot + at, mask=row_ok, other=0.0)
@@ -214,11 +242,11 @@ def _packed_kernel(
                     half_row += fixed_row
             else:
                 largest = tl.maximum(largest, step)
-            x = _digit_dot(high_digit, middle_digit, low_digit, k, DIGITS)
+            x = _digit_dot(digits, high, middle, k, STACK, DIGITS, BLOCK_M, BLOCK_N)
             if PERIOD > 0:
                 x -= _dither_dot(
-                    high_digit, middle_digit, low_digit, seed, layer, kv_head, token, base, group, PERIOD, D, GROUPS,
-                    WP, BLOCK_N, DIGITS,
+                    digits, high, middle, seed, layer, kv_head, token, base, group, STACK, PERIOD, D, GROUPS, WP, BLOCK_M,
+                    BLOCK_N, DIGITS,
                 )  # fmt: skip
             x *= unit[:, None]
             for i in tl.static_range(R):
@@ -302,8 +330,9 @@ def _packed_kernel(
             rho_token = tl.sqrt_rn(tl.sum(steps_v * steps_v, 1)) * HALF_RHO
         rho_token = tl.where(lost_v, float("inf"), rho_token)[None, :]
         p, factor, m, l, a1, a2, c_max, rho, m_wide, l_wide = fold(  # noqa: E741
-            y, c, flagged, rho_token, ok, m, l, a1, a2, c_max, rho, m_wide, l_wide, False, INTERPRET
-        )
+            y, c, flagged, rho_token, ok, m, l, a1, a2, c_max, rho, m_wide, l_wide, False,
+            not (ROWWISE or BIAS), INTERPRET,
+        )  # fmt: skip
         if Q.dtype.element_ty == tl.float32:
             values = codes.to(tl.float32) * (step_v[:, None] if GROUPS_V == 1 else steps_v)
             acc = acc * factor[:, None] + tl.dot(p, values, input_precision="ieee")
@@ -320,36 +349,10 @@ def _packed_kernel(
             part = tl.dot(weights.to(tl.float16), values)
             acc = acc * factor[:, None] + part * (((exponent - 13) << 23).to(tl.float32, bitcast=True))
 
-    if HAS_EXACT or HAS_NEW:
-        at = row[:, None] * D + tl.arange(0, DP)[None, :]
-        q = tl.load(Q + at, mask=row_ok[:, None] & (tl.arange(0, DP) < D)[None, :], other=0.0)
-        q = tl.where(tl.load(Bad + row, mask=row_ok, other=0)[:, None] != 0, 0.0, q)
-        wide = q.to(tl.float32)
-        q_error = tl.sqrt_rn(tl.sum(wide * wide, 1)) * (scale * (D * DOT_ERROR + 16 * U))
-    if HAS_EXACT:
-        for base in range(first, stop, BLOCK_N):
-            token = base + token_at
-            here = (token >= begin) & (token < stop)
-            slot = tl.load(ExactSlots + exact_of_table + token // PAGE, mask=here, other=-1)
-            here = here & (slot >= 0)
-            if tl.max(here.to(tl.int32), 0) > 0:
-                cell = slot.to(tl.int64) * PAGE + token % PAGE
-                ok = attended(token, here, position, window_left, ROWWISE, CAUSAL, WINDOW)
-                acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm = exact_tile(  # noqa: E741
-                    ExactK, ExactV, cell * D, cell * DV, here, token, ok, q, q_error, scale, cap, Bias, bias_tokens, row,
-                    row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm, D, DV, DP, DVP, CAP, BIAS,
-                    INTERPRET,
-                )  # fmt: skip
-    if HAS_NEW:
-        acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm = own_chunk(  # noqa: E741
-            KNew, VNew, kv_head, split, splits, first_row, rows, low, high, length, position, window_left, q, q_error,
-            scale, cap, Bias, bias_tokens, row, row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm, KV, D,
-            DV, DP, DVP, BLOCK_N, ROWWISE, CAUSAL, WINDOW, CAP, BIAS, INTERPRET,
-        )  # fmt: skip
     if not TOKENWISE:
         z_max = dot_row * tl.max(largest, 0)
     store_row(
-        Acc, Stats, split, splits, total, row, row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_max, z_row, norm,
+        Acc, Stats, split, slots, total, row, row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_max, z_row, norm,
         count, DV, DVP,
     )  # fmt: skip
 
@@ -410,28 +413,35 @@ def decode_packed(
         share = in_band.to(torch.float32) @ in_group.to(torch.float32).T
     # centred and uncentred logits meet: the shift common to a row's centred ones must be in them
     mixed = k_new is not None or sinks is not None or cap != 0 or exact_pages is not None
-    acc = torch.empty(cut.splits, n * heads, d_v, dtype=torch.float32, device=q.device)
-    stats = torch.empty(FIELDS, cut.splits, n * heads, dtype=torch.float64, device=q.device)
+    exact = k_new is not None or exact_pages is not None
+    slots = cut.splits * (2 if exact else 1)
+    acc = torch.empty(slots, n * heads, d_v, dtype=torch.float32, device=q.device)
+    stats = torch.empty(FIELDS, slots, n * heads, dtype=torch.float64, device=q.device)
 
     def given(x: Tensor | None) -> Tensor:
         return q if x is None else x.contiguous()
 
     if cut.programs:
         _packed_kernel[(cut.programs, kv_heads, cut.splits)](
-            q, cut.work, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages), exact_k, exact_v,
-            given(k_new), given(v_new), given(bias), query.digits, query.unit, query.sketch, query.half, query.fixed,
-            query.dot, query.witness, query.radius_square, query.radius_bias, query.kept, query.shift, query.bad, share,
+            q, cut.work, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages),
+            given(bias), query.digits, query.unit, query.sketch, query.half, query.fixed,
+            query.dot, query.witness, query.radius_square, query.radius_bias, query.kept, query.shift, share,
             t["k_codes"], t["k_scale"], t["sketch"], t["witness"], t["bypass"], t["v_codes"], t["v_scale"], t["v_norm"],
-            acc, stats, n * heads, max_pages, 0 if bias is None else bias.shape[-1], window_left, sm_scale * LOG2E,
+            acc, stats, n * heads, max_pages, 0 if bias is None else bias.shape[-1], window_left, slots,
             cap * LOG2E, _log_term(delta_local), scalars["seed"], as_int32(scalars["layer"]),
             KV=kv_heads, PER_HEAD=heads // kv_heads, PAGE=page_size, D=d, DV=d_v, GROUPS=groups, GROUPS_V=groups_v, R=r,
             BANDS=bands, KEPT=kept, PERIOD=scalars["dither_period"] if scalars["dither"] else 0, RADIUS=with_radius,
             CAUSAL=causal, WINDOW=window_left >= 0, CAP=cap != 0, RAGGED=qo_indptr is not None, HAS_NEW=k_new is not None,
             HAS_EXACT=exact_pages is not None, BIAS=bias is not None, SHIFT=mixed, DIGITS=DIGITS, BLOCK_M=cut.block_m,
-            BLOCK_N=cut.block_n, WP=padded(d // groups, 32), DP=padded(d, 16), DVP=padded(d_v, 16),
+            BLOCK_N=cut.block_n, WP=padded(d // groups, 32), DVP=padded(d_v, 16),
             HALF_RHO=math.sqrt(d_v if groups_v == 1 else 1) / 2 * rounding.STEP_WIDEN * rounding.FLOAT_UP,
             INTERPRET=INTERPRETED, num_warps=cut.warps, num_stages=3,
         )  # fmt: skip
+        if exact:
+            read_exact(
+                acc, stats, cut.splits, cut, q, query.bad, page_size, max_pages, seq_lens, qo_indptr, k_new, v_new,
+                exact_pages, exact_k, exact_v, bias, causal=causal, sm_scale=sm_scale, cap=cap, window_left=window_left,
+            )  # fmt: skip
     outputs = merge(
         acc, stats, None if mixed else query.shift, query.bad, sinks, q,
         tokens=capacity + (0 if k_new is None else n), tile=cut.block_n, cap=cap,
@@ -443,11 +453,3 @@ def decode_packed(
 def _log_term(delta_local: float) -> float:
     """``log(2 / δ)`` rounded up, with room for the kernel's own logarithm; 0 when no radius is on offer."""
     return math.log(2 / delta_local) * (1 + 2.0**-20) + 2.0**-18 if delta_local > 0 else 0.0
-
-
-def weight_error(dtype: torch.dtype, exact: bool, groups_v: int) -> float:
-    """Relative error of casting a weight, and a value of several groups, for their product."""
-    if dtype == torch.float32:
-        return 0.0
-    half = 2.0**-11 * (1 if groups_v == 1 else 2 + 2.0**-10)
-    return max(half, torch.finfo(dtype).eps / 2 if exact else 0.0)

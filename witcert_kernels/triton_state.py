@@ -29,7 +29,17 @@ M_WIDE = tl.constexpr(9)  # log-sum-exp of y + c where c is large: maximum,
 L_WIDE = tl.constexpr(10)  # sum
 COUNT = tl.constexpr(11)  # compressed tokens attended
 FIELDS = 12
+KNOWN_M = tl.constexpr(12)  # the same under w = y − r, of what an observatory read,
+KNOWN_L = tl.constexpr(13)
+KNOWN_A1 = tl.constexpr(14)
+KNOWN_A2 = tl.constexpr(15)
+KNOWN_C_MAX = tl.constexpr(16)
+E1 = tl.constexpr(17)  # sums of 2^(w − m) times e^r − 1
+E2 = tl.constexpr(18)  # and its square
+R_TOP = tl.constexpr(19)  # largest r in base 2
+KNOWN_FIELDS = 8
 U = tl.constexpr(rounding.U)
+R_LIMIT = tl.constexpr(20.0)  # largest r in base 2 for which weights that underflow cannot matter
 WIDE_BITS = tl.constexpr(28.0)  # c in base 2 (19.4) from which products are formed in the exponent
 RISE_UP = tl.constexpr(rounding.RISE_UP)
 
@@ -46,31 +56,37 @@ def rescale(x, factor):
 
 
 @triton.jit
-def fold(y, c, lost, rho, ok, m, l, a1, a2, c_max, rho_sum, m_wide, l_wide, EXACT: tl.constexpr, INTERPRET: tl.constexpr):  # noqa: E741
-    """Add a tile to the running sums.
+def fold(
+    y, c, lost, rho, ok, m, l, a1, a2, c_max, rho_sum, m_wide, l_wide,  # noqa: E741
+    EXACT: tl.constexpr, UNIFORM: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Add a tile to the running sums. Returns the weights, the factor that brings older weights to the new maximum, and the
+    sums.
 
-    y, c float32 ``[rows, tokens]`` in base 2, finite; lost (broadcasts) the tokens that are not finite; rho ``[1, tokens]``,
-    Inf for a lost value; ok (broadcasts) the tokens that are attended. With EXACT c is 0 and not read. Returns the weights,
-    the factor that brings older weights to the new maximum, and the sums.
+    y, c float32 ``[rows, tokens]`` in base 2, finite; lost (broadcasts) the tokens that are not finite; rho (broadcasts) what
+    is summed besides, Inf for a lost value; ok (broadcasts) the tokens that are attended. With EXACT c is 0 and not read.
+    With UNIFORM all rows attend to the same tokens, and c, lost and rho are 0 at the others.
     """
     y = tl.where(ok, y, float("-inf"))
     newer = tl.maximum(m, tl.ceil(tl.max(y, 1)))
     base = tl.where(newer == float("-inf"), 0.0, newer)
     drop = tl.where(m == float("-inf"), float("-inf"), m - base)
+    factor = power_of_two_wide(drop.to(tl.float64))
     shifted = y - base[:, None]
     p = tl.exp2(shifted)
-    weighted_rho = tl.where(ok & (rho == float("inf")), rho, p * tl.where(rho == float("inf"), 0.0, rho))
-    factor = power_of_two_wide(drop.to(tl.float64))
+    if not UNIFORM:
+        c = tl.where(ok, c, 0.0)
+        lost = lost & ok
+        rho = tl.where(ok, rho, 0.0)
+    weighted = tl.where(rho == float("inf"), float("inf"), p * tl.where(rho == float("inf"), 0.0, rho))
+    c_top = tl.max(tl.where(lost, float("inf"), tl.zeros_like(y) if EXACT else c), 1)
+    c_max = tl.maximum(c_max, c_top)
     if EXACT:
-        c_max = tl.maximum(c_max, tl.max(tl.where(ok & lost, float("inf"), tl.zeros_like(y)), 1))
         l = l * factor + tl.sum(p, 1).to(tl.float64)  # noqa: E741
         a1 = rescale(a1, factor)
         a2 = rescale(a2, factor)
-        rho_sum = rescale(rho_sum, factor) + tl.sum(weighted_rho, 1).to(tl.float64)
+        rho_sum = rescale(rho_sum, factor) + tl.sum(weighted, 1).to(tl.float64)
     else:
-        c = tl.where(ok, c, 0.0)
-        c_top = tl.max(tl.where(ok & lost, float("inf"), c), 1)
-        c_max = tl.maximum(c_max, c_top)
         rise = tl.exp2(c) * RISE_UP - 1.0
         excess = p * rise
         square = excess * rise
@@ -85,9 +101,9 @@ def fold(y, c, lost, rho, ok, m, l, a1, a2, c_max, rho_sum, m_wide, l_wide, EXAC
             l_wide = l_wide * power_of_two_wide(old.to(tl.float64)) + mass.to(tl.float64)
             m_wide = newer_wide
         if INTERPRET:
-            s0, s1, s2, s3 = tl.sum(p, 1), tl.sum(excess, 1), tl.sum(square, 1), tl.sum(weighted_rho, 1)
+            s0, s1, s2, s3 = tl.sum(p, 1), tl.sum(excess, 1), tl.sum(square, 1), tl.sum(weighted, 1)
         else:
-            s0, s1, s2, s3 = tl.reduce((p, excess, square, weighted_rho), 1, _add)
+            s0, s1, s2, s3 = tl.reduce((p, excess, square, weighted), 1, _add)
         l = l * factor + s0.to(tl.float64)  # noqa: E741
         a1 = rescale(a1, factor) + s1.to(tl.float64)
         a2 = rescale(a2, factor) + s2.to(tl.float64)
@@ -159,16 +175,19 @@ def _merge_kernel(
     Compressed,
     total,
     splits,
+    known_splits,
     tokens,
     relative,
     row_error,
     sum_error,
     out_error,
+    out_floor,
     value_floor,
     HEADS: tl.constexpr,
     DV: tl.constexpr,
     DVP: tl.constexpr,
     SP: tl.constexpr,
+    KNOWN: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     ADD_SHIFT: tl.constexpr,
     UNDERFLOW: tl.constexpr,
@@ -191,9 +210,18 @@ def _merge_kernel(
         m_wide = tl.maximum(m_wide, tl.max(wide, 0))
     l = zero  # noqa: E741
     z_row = zero
+    known_m = m
+    if KNOWN:
+        known_m = zero + float("-inf")
+        for first in range(0, splits, SP):
+            split, read = first + some, first + some < known_splits
+            other = _field(Stats, M, split, (read == 0) & (split < splits), splits, total, row, float("-inf"))
+            mine = _field(Stats, KNOWN_M, split, read, splits, total, row, float("-inf"))
+            known_m = tl.maximum(known_m, tl.max(tl.where(read, mine, other), 0))
     if HAS_SINKS:
         sink = tl.load(Sinks + row % HEADS).to(tl.float64) * LOG2E
         m = tl.maximum(m, tl.ceil(sink))
+        known_m = tl.maximum(known_m, tl.ceil(sink))
         l = tl.exp2(sink - m)  # noqa: E741
         z_row = (1.0 + tl.abs(sink)) * U
     base = tl.where(m == float("-inf"), 0.0, m)
@@ -231,7 +259,7 @@ def _merge_kernel(
     l = tl.where(seen, l, 1.0)  # noqa: E741
     bad = (tl.load(Bad + row) != 0) | (c_max == float("inf"))
     # the rounding error that all tokens of a row share comes on top of every c
-    zeta = z_row * (LN2 * UP) + row_error
+    zeta = tl.minimum(z_row * (LN2 * UP) + row_error, 40.0)
     grown = tl.exp(zeta)
     rise = (grown - 1.0) * UP
     a2 = grown * grown * a2 + 2.0 * grown * rise * a1 + rise * rise * l
@@ -246,6 +274,53 @@ def _merge_kernel(
     meter = tl.where(bad, 1.0, tl.where(seen, meter, 0.0))
     eform = tl.where(bad, float("inf"), tl.where(seen, a1_up + a1_up * a1_up / 2.0, 0.0))
 
+    if KNOWN:
+        # exact tokens have r = 0 and c = 0
+        known_base = tl.where(known_m == float("-inf"), 0.0, known_m)
+        known_l = tl.exp2(sink - known_base) if HAS_SINKS else zero
+        known_a1 = zero
+        known_a2 = zero
+        known_c = zero
+        e1 = zero
+        e2 = zero
+        r_top = zero
+        for first in range(0, splits, SP):
+            split, read = first + some, first + some < known_splits
+            exact = (read == 0) & (split < splits)
+            other = _field(Stats, M, split, exact, splits, total, row, float("-inf"))
+            weight = power_of_two_wide(other - known_base)
+            known_l += tl.sum(weight * _field(Stats, L, split, exact, splits, total, row, 0.0), 0)
+            weight = power_of_two_wide(
+                _field(Stats, KNOWN_M, split, read, splits, total, row, float("-inf")) - known_base
+            )
+            known_l += tl.sum(weight * _field(Stats, KNOWN_L, split, read, splits, total, row, 0.0), 0)
+            known_a1 += tl.sum(rescale(_field(Stats, KNOWN_A1, split, read, splits, total, row, 0.0), weight), 0)
+            known_a2 += tl.sum(rescale(_field(Stats, KNOWN_A2, split, read, splits, total, row, 0.0), weight), 0)
+            e1 += tl.sum(rescale(_field(Stats, E1, split, read, splits, total, row, 0.0), weight), 0)
+            e2 += tl.sum(rescale(_field(Stats, E2, split, read, splits, total, row, 0.0), weight), 0)
+            known_c = tl.maximum(
+                known_c, tl.max(_field(Stats, KNOWN_C_MAX, split, read, splits, total, row, 0.0), 0)
+            )
+            r_top = tl.maximum(r_top, tl.max(_field(Stats, R_TOP, split, read, splits, total, row, 0.0), 0))
+        known_l = tl.where(known_l > 0, known_l, 1.0)
+        trusted = (known_c < float("inf")) & (r_top < R_LIMIT) & (e2 < float("inf"))
+        e1 = e1 / known_l
+        e2 = tl.where(trusted, e2 / known_l, 0.0)
+        mean = 1.0 + e1 - 2.0 * relative * tl.sqrt(e2)
+        spread = tl.maximum(e2 - e1 * e1, 0.0) + 8.0 * relative * e2 + floor * 1099511627776.0 / known_l
+        deviation = tl.sqrt(spread) / (2.0 * tl.where(mean > 0, mean, 1.0)) * UP
+        known_a2 = grown * grown * known_a2 + 2.0 * grown * rise * known_a1 + rise * rise * known_l
+        known_a1 = grown * known_a1 + rise * known_l
+        known_c = tl.where(trusted, known_c, 0.0) * (LN2 * UP) + zeta
+        known_relative = relative + tl.where(known_c > WIDE, known_c * WIDE_ERROR, 0.0)
+        largest = tl.exp(tl.minimum(known_c, WIDE))
+        rest, _ = _bound(
+            known_l, known_a1, known_a2, known_c, known_relative, floor * largest * largest / known_l
+        )
+        # r as it was read differs from the real one, and y − r from w, by a rounding error each
+        two_part = (deviation + rest + _half_tanh(3.0 * zeta) + floor) * UP
+        meter = tl.where(trusted & (mean > 0) & seen & (bad == 0), tl.minimum(meter, two_part), meter)
+
     # where Σ e^(x + c) left float32's range, what is left of it are the large c and at most e^(WIDE + 1) a weight more
     huge = tl.log(tl.where(l_wide > 0, l_wide, 1.0)) + (base_wide - base) * LN2
     least = tl.log(l) + (WIDE + 1.0)
@@ -255,7 +330,7 @@ def _merge_kernel(
     risk = tl.where(bad, float("inf"), tl.where(seen, tl.maximum(risk, 0.0), 0.0))
 
     error = 2.0 * meter * norm + rho / l * (1.0 + sum_error) + (sum_error + value_floor / l) * norm
-    error = (error + out_error * (norm + error)) * UP
+    error = (error + out_error * (norm + error) + out_floor) * UP
     error = tl.where(bad & (norm == float("inf")), float("inf"), tl.where(seen, error, 0.0))
     lse = (base + tl.log(l) * LOG2E) * LN2
     if ADD_SHIFT:
@@ -282,6 +357,7 @@ def merge(
     tile: int,
     cap: float,
     weight_error: float,
+    known_slots: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Merge splits and evaluate. Returns out, lse, meter, eform, risk, value_error, compressed.
 
@@ -295,6 +371,7 @@ def merge(
         tile: tokens a tile.
         cap: the soft cap.
         weight_error: relative error of a weight, and of v̂, as they enter their product.
+        known_slots: slots with a second set of sums, the first ones; the others hold exact tokens.
     """
     (n, heads, _), (splits, _, d_v) = like.shape, acc.shape
     f32 = [like.new_empty(n, heads, dtype=torch.float32) for _ in range(5)]
@@ -302,12 +379,22 @@ def merge(
     if n:
         _merge_kernel[(n * heads,)](
             acc, stats, bad if shift is None else shift, bad, bad if sinks is None else sinks, out, *f32, compressed,
-            n * heads, splits, float(tokens), (tile + 8) * rounding.U,
+            n * heads, splits, known_slots, float(tokens), (tile + 8) * rounding.U,
             rounding.TRITON_EXP_ERROR + cap * rounding.TRITON_TANH_ERROR,
             weight_error + (2 * tile + 2 * tokens / tile + 16) * rounding.U, torch.finfo(like.dtype).eps,
+            (2.0**-25 if like.dtype == torch.float16 else torch.finfo(like.dtype).smallest_normal) * math.sqrt(d_v),
             tokens * 2.0**-36 * math.sqrt(d_v), HEADS=heads, DV=d_v, DVP=triton.next_power_of_2(d_v),
-            SP=min(16, triton.next_power_of_2(splits)), HAS_SINKS=sinks is not None, ADD_SHIFT=shift is not None,
+            SP=min(16, triton.next_power_of_2(splits)), KNOWN=known_slots > 0,
+            HAS_SINKS=sinks is not None, ADD_SHIFT=shift is not None,
             UNDERFLOW=rounding.TRITON_UNDERFLOW, WIDE=rounding.WIDE, WIDE_ERROR=rounding.WIDE_ERROR,
             UP=rounding.FLOAT_UP, LN2=math.log(2), LOG2E=math.log2(math.e), num_warps=1 if d_v <= 128 else 4,
         )  # fmt: skip
     return (out, *f32, compressed)
+
+
+def weight_error(dtype: torch.dtype, exact: bool, groups_v: int) -> float:
+    """Relative error of casting a weight, and a value of several groups, for their product."""
+    if dtype == torch.float32:
+        return 0.0
+    half = 2.0**-11 * (1 if groups_v == 1 else 2 + 2.0**-10)
+    return max(half, torch.finfo(dtype).eps / 2 if exact else 0.0)

@@ -199,7 +199,7 @@ class TwoPart:
 class Part:
     """What one split of the tokens keeps, and what a whole row ends with.
 
-    out [d_v], lse; a1, a2, c_max, log_a as `bounds.moments`; zeta = max ζ; value_error = Σ p̃ ρ;
+    out [d_v], lse; a1, a2, c_max, log_a as `bounds.moments`; zeta = max ζ; rho = Σ p̃ ρ;
     value_norm = Σ p̃ ‖v̂‖; reach = max (‖v̂‖ + ρ); the guarantee; the two-part sums, if there is a known part.
     A c_max of +Inf flags a token whose c is +Inf: it survives merging even where the token's weight underflows; the
     other sums leave that token out.
@@ -212,7 +212,7 @@ class Part:
     c_max: float = 0.0
     log_a: float = 0.0
     zeta: float = 0.0
-    value_error: float = 0.0
+    rho: float = 0.0
     value_norm: float = 0.0
     reach: float = 0.0
     guarantee: Guarantee = "any_query"
@@ -236,9 +236,9 @@ class Part:
         """log A."""
         return float("inf") if np.isinf(self.c_max) else self.log_a
 
-    def output_bound(self, weight_error: float = 0.0) -> float:
+    def value_error(self, weight_error: float = 0.0) -> float:
         """A bound on ‖y - ŷ‖ (`values.output_bound` with centre 0, and v known only through v̂ and ρ)."""
-        return 2 * self.meter * self.reach + self.value_error + weight_error * self.value_norm
+        return 2 * self.meter * self.reach + self.rho + weight_error * self.value_norm
 
 
 def part(
@@ -282,7 +282,7 @@ def part(
         c_max=c_max,
         log_a=log_a,
         zeta=float(rounding.max()),
-        value_error=float(p @ error),
+        rho=float(p @ error),
         value_norm=float(p @ norm),
         reach=float(np.max(norm + error)),
         guarantee=guarantee,
@@ -325,7 +325,7 @@ def merge(parts: Sequence[Part], sink: float | None = None) -> Part:
         c_max=max(part.c_max for part in live),
         log_a=float(logsumexp(lse + np.array([part.log_a for part in live])) - logsumexp(lse)),
         zeta=max(part.zeta for part in live),
-        value_error=_average(share, [part.value_error for part in live]),
+        rho=_average(share, [part.rho for part in live]),
         value_norm=_average(share, [part.value_norm for part in live]),
         reach=max(part.reach for part in live),
         guarantee=weakest,

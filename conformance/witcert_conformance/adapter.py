@@ -9,13 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
+Array: TypeAlias = NDArray[Any]
+"""Numbers, float64 unless said."""
+
+Ints: TypeAlias = NDArray[Any]
+"""Integers, int64."""
+
+Mask: TypeAlias = NDArray[Any]
+"""Booleans."""
+
 Dtype = Literal["float32", "float16", "bfloat16"]
 
 CAPABILITIES: dict[str, str] = {
@@ -58,7 +65,9 @@ class Info:
         levels, levels_dither: largest code whose scale covers the amax.
         step_widening, sketch_widening: documented relative rounding of the writer; both are in c.
         tanh_error: documented error of the soft cap, over the cap.
-        slow: read a thousandth of the cells of the large tests (an interpreter).
+        even_bands: the bands of a witness must divide the pairs.
+        cell_share: share of the half million cells that is affordable.
+        slow: draw a tenth of the cases (an interpreter).
         versions: libraries that matter, name to version.
     """
 
@@ -75,6 +84,8 @@ class Info:
     step_widening: float = 2.0**-12
     sketch_widening: float = 2.0**-5
     tanh_error: float = 2.0**-22
+    even_bands: bool = False
+    cell_share: float = 1.0
     slow: bool = False
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -248,7 +259,7 @@ class Gated:
     page-in as ``(sequence, kv head, page of the sequence)`` in order."""
 
     decoded: Decoded
-    repaired: NDArray[np.bool_]
+    repaired: Mask
     page_ins: tuple[tuple[int, int, int], ...]
 
 

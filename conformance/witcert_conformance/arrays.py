@@ -9,7 +9,8 @@ import numpy as np
 from .adapter import Array, Dtype
 
 KEYS = (
-    "normal", "edge", "outlier", "massive", "constant", "equal", "one_huge", "zeros", "tiny", "subnormal", "large", "signs",
+    "normal", "edge", "outlier", "massive", "constant", "equal", "nearly_equal", "one_huge", "zeros", "tiny", "subnormal",
+    "large", "signs",
 )  # fmt: skip
 QUERIES = ("normal", "after", "one_hot", "signs", "peaked", "along_u", "zero", "tiny", "one_head")
 VALUES = ("normal", "edge", "zeros", "large", "equal", "tiny")
@@ -50,6 +51,8 @@ def keys(kind: str, rng: np.random.Generator, shape: tuple[int, int, int]) -> Ar
         x += 3 * rng.normal(size=d)
     elif kind == "equal":
         x = np.broadcast_to(x[:1], shape).copy() if n else x
+    elif kind == "nearly_equal" and n:
+        x = x[:1] * (1 + 2.0**-9 * rng.random((n, 1, 1)))
     elif kind == "one_huge" and n:
         x *= 0.01
         x[rng.integers(n)] = rng.normal(size=shape[1:]) * 50

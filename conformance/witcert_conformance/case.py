@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from . import arrays
-from .adapter import Adapter, Array, Budget, Calibration, Decoded, Ints, Layout, Read, Store
+from .adapter import Adapter, Array, Budget, Calibration, Decoded, Info, Ints, Layout, Read, Store
 
 
 def terse(x: Any) -> str:
@@ -57,6 +57,45 @@ class Case:
 
     def __repr__(self) -> str:
         return terse(self)
+
+
+FEATURES = ("sinks", "soft_cap", "bias", "repaired", "splits", "delta", "equalised")
+_GROUPS = {"repaired": "repair", "delta": "dither", "equalised": "equaliser"}
+
+
+def adapted(info: Info, case: Any) -> Any:
+    """A pinned case in dimensions that an implementation has, without what it does not offer."""
+    layout = getattr(case, "layout", None)
+    if not isinstance(layout, Layout):
+        return case
+
+    def near(value: Any, allowed: tuple[Any, ...]) -> Any:
+        return value if value in allowed else min(allowed)
+
+    d, d_v = near(layout.head_dim, info.head_dims), near(layout.head_dim_v, info.head_dims_v)
+    group = (
+        layout.group
+        if layout.group and d % layout.group == 0 and d_v % layout.group == 0 and "groups" in info.offers
+        else None
+    )
+    fitted = replace(
+        layout,
+        head_dim=d,
+        head_dim_v=d_v,
+        page_size=near(layout.page_size, info.page_sizes),
+        dtype=near(layout.dtype, info.dtypes),
+        group=group,
+        sketch=layout.sketch if "sketch" in info.offers else 0,
+        witness_bands=min(layout.witness_bands, d // 2)
+        if "witness" in info.offers or not isinstance(case, Case)
+        else 0,
+        bypass=min(layout.bypass, d // 4) if "bypass" in info.offers else 0,
+        dither=layout.dither and "dither" in info.offers,
+        rotary_dim=layout.rotary_dim if layout.rotary_dim is None or layout.rotary_dim <= d else None,
+    )
+    defaults = {f.name: f.default for f in fields(case)}
+    off = {name: defaults[name] for name in FEATURES if name in defaults and _GROUPS.get(name, name) not in info.offers}
+    return replace(case, layout=fitted, **off)
 
 
 @dataclass(frozen=True)
@@ -183,13 +222,17 @@ def _with_read(scene: Scene, rng: np.random.Generator, used: Ints) -> Scene:
     new = (rows, layout.kv_heads)
     exact_pages, exact_k, exact_v = None, scene.exact_k, scene.exact_v
     if case.repaired:
-        exact_pages, exact_k, exact_v = page_in(scene, rng.random((batch, layout.kv_heads, used.max(initial=0))) < case.repaired)
+        exact_pages, exact_k, exact_v = page_in(
+            scene, rng.random((batch, layout.kv_heads, used.max(initial=0))) < case.repaired
+        )
     read = Read(
         q=arrays.round_to(q * case.scale, layout.dtype),
         page_table=scene.read.page_table,
         seq_lens=scene.read.seq_lens,
         qo_indptr=None if case.rows is None else np.concatenate([[0], np.cumsum(per_row)]).astype(np.int64),
-        k_new=arrays.round_to(arrays.keys("normal", rng, (*new, layout.head_dim)), layout.dtype) if case.chunk else None,
+        k_new=arrays.round_to(arrays.keys("normal", rng, (*new, layout.head_dim)), layout.dtype)
+        if case.chunk
+        else None,
         v_new=arrays.round_to(rng.normal(size=(*new, layout.head_dim_v)), layout.dtype) if case.chunk else None,
         causal=case.causal,
         exact_pages=exact_pages,
@@ -236,5 +279,3 @@ def residuals(scene: Scene) -> Array:
     with np.errstate(invalid="ignore"):
         back = x * scene.calibration.f + scene.calibration.mu - scene.k
     return np.asarray(np.where(np.isfinite(back), back, 0.0))
-
-

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from . import exact
-from .adapter import Array, Decoded
+from .adapter import Array, Decoded, Mask
 from .case import Scene
-from .exact import C_LARGE, FLOAT_MARGIN, MP
-from .model import Block, Mask, blocks
+from .exact import C_LARGE, FLOAT_MARGIN, MP, finite
+from .model import Block, blocks
 
 
 class Violation(AssertionError):
@@ -41,7 +41,7 @@ def cell(block: Block, column: Array | None, name: str) -> Array:
 
 def plain_rows(block: Block) -> Mask:
     """Rows with something to attend to and nothing that is not finite."""
-    return np.asarray(~block.empty & ~block.lost_rows & np.isfinite(block.q).all(1))
+    return np.asarray(~block.empty & ~block.lost_rows & finite(block.q))
 
 
 def _masked(block: Block) -> tuple[Array, Array]:
@@ -57,7 +57,7 @@ def meter_covers_worst_case(block: Block, decoded: Decoded) -> None:
     got = cell(block, decoded.meter, "meter")
     margin = FLOAT_MARGIN * least + np.minimum(8 * block.noise, 1.0)
     sure = (got >= least + margin) & (c.max(1, initial=0) < C_LARGE)
-    for r in np.flatnonzero(plain_rows(block) & ~sure):
+    for r in np.flatnonzero(plain_rows(block) & ~sure).tolist():
         p_r = exact.softmax_mp(block.logits_mp(r))
         bound = exact.worst_case_mp(p_r, block.bounds_mp(r))
         require(
@@ -75,7 +75,7 @@ def meter_covers_true_keys(block: Block, decoded: Decoded) -> None:
     p = _masked(block)[0]
     true = exact.softmax(np.where(rows[:, None], block.x_true, 0.0))
     moved = exact.total_variation(p, true)
-    for r in np.flatnonzero(rows & (got < moved * (1 + FLOAT_MARGIN) + 8 * block.noise)):
+    for r in np.flatnonzero(rows & (got < moved * (1 + FLOAT_MARGIN) + 8 * block.noise)).tolist():
         actual = exact.tv_mp(exact.softmax_mp(block.logits_mp(r)), exact.softmax_mp(block.true_logits_mp(r)))
         require(
             MP.mpf(float(got[r])) >= actual,
@@ -90,7 +90,7 @@ def meter_is_useful(block: Block, decoded: Decoded) -> None:
     upper = block.bounds[1]
     most = np.minimum(exact.meter(p, upper) * 1.01 + block.slack, 1.0)
     sure = (got <= most * (1 - FLOAT_MARGIN) - 8 * block.noise) & (upper.max(1, initial=0) < C_LARGE)
-    for r in np.flatnonzero(plain_rows(block) & ~sure):
+    for r in np.flatnonzero(plain_rows(block) & ~sure).tolist():
         meter = exact.meter_mp(exact.softmax_mp(block.logits_mp(r)), block.bounds_mp(r, upper=True))
         most_r = min(meter * MP.mpf("1.01") + MP.mpf(float(block.slack[r])), MP.one)
         require(
@@ -103,7 +103,7 @@ def meter_is_useful(block: Block, decoded: Decoded) -> None:
 def meter_is_a_probability(block: Block, decoded: Decoded) -> None:
     """0 ≤ meter ≤ 1, never NaN; 1 where something is not finite, 0 where nothing is attended to."""
     got = cell(block, decoded.meter, "meter")
-    lost = (block.lost_rows | ~np.isfinite(block.q).all(1)) & ~block.empty
+    lost = (block.lost_rows | ~finite(block.q)) & ~block.empty
     for r in range(len(got)):
         require(0 <= got[r] <= 1, f"meter: got {got[r]!r} at {where(block, r)}, wants a number in [0, 1]")
         if lost[r]:
@@ -145,7 +145,7 @@ def output_is_attention(block: Block, decoded: Decoded) -> None:
     reach = norms.max(initial=0.0)
     allowed = 2 * np.tanh(block.slack) * reach + (2.0**-9 + _CAST[block.layout.dtype]) * (p @ norms) + 2.0**-20 * reach
     allowed = allowed + _CAST[block.layout.dtype] * 2.0**-13 * block.v_hat.shape[1] ** 0.5
-    for r in np.flatnonzero(rows | block.empty):
+    for r in np.flatnonzero(rows | block.empty).tolist():
         off = np.linalg.norm(got[r] - (0 if block.empty[r] else want[r]))
         require(
             off <= (0 if block.empty[r] else allowed[r]),
@@ -158,7 +158,7 @@ def value_error_covers(block: Block, decoded: Decoded) -> None:
     """Reported value error ≥ the distance of out from exact attention over exact values; +Inf where a value is lost."""
     got = cell(block, decoded.value_error, "value_error")
     out = np.asarray(decoded.out[block.rows, block.heads], dtype=np.float64)
-    lost = (block.attended[:, : len(block.lost_v)] & block.lost_v).any(1)
+    lost = np.asarray((block.attended[:, : len(block.lost_v)] & block.lost_v).any(1))
     rows = plain_rows(block)
     true = exact.softmax(np.where(rows[:, None], block.x_true, 0.0))[:, : len(block.v_true)]
     with np.errstate(invalid="ignore"):
@@ -166,7 +166,9 @@ def value_error_covers(block: Block, decoded: Decoded) -> None:
     for r in range(len(got)):
         require(not np.isnan(got[r]), f"value_error: got NaN at {where(block, r)}")
         if lost[r] and not block.empty[r]:
-            require(got[r] == np.inf, f"value_error: got {got[r]!r} at {where(block, r)}, wants inf: a value is not finite")
+            require(
+                got[r] == np.inf, f"value_error: got {got[r]!r} at {where(block, r)}, wants inf: a value is not finite"
+            )
         elif rows[r]:
             floor = 2.0**-45 * block.page_norm + 4 * block.noise[r] * block.page_norm
             if got[r] < off[r] * (1 + FLOAT_MARGIN) + floor:
@@ -183,7 +185,8 @@ def _output_error_mp(block: Block, r: int, out: Array) -> Any:
     total = MP.zero
     for j in range(block.v_true.shape[1]):
         weighted = sum(
-            (w * MP.mpf(float(block.v_true[t, j])) for w, t in zip(p, tokens, strict=True) if t < len(block.v_true)), MP.zero
+            (w * MP.mpf(float(block.v_true[t, j])) for w, t in zip(p, tokens, strict=True) if t < len(block.v_true)),
+            MP.zero,
         )
         total += (weighted - MP.mpf(float(out[j]))) ** 2
     return MP.sqrt(total)
@@ -197,7 +200,7 @@ def value_error_is_useful(block: Block, decoded: Decoded) -> None:
     rounding = (2.0**-9 + 4 * _CAST[block.layout.dtype] + 2 * block.slack) * block.page_norm
     most = 1.02 * (2 * reported * block.page_norm + p @ block.rho) + rounding + 2.0**-24 * block.v_hat.shape[1]
     lost = (block.attended[:, : len(block.lost_v)] & block.lost_v).any(1)
-    for r in np.flatnonzero(plain_rows(block) & ~lost):
+    for r in np.flatnonzero(plain_rows(block) & ~lost).tolist():
         require(
             got[r] <= most[r],
             f"value_error: got {got[r]!r} at {where(block, r)}, wants at most {most[r]!r}",
@@ -213,7 +216,8 @@ def risk_and_eform(block: Block, decoded: Decoded) -> None:
     for r in range(len(risk)):
         if block.empty[r]:
             require(
-                risk[r] == 0 and eform[r] == 0, f"risk, eform: got {risk[r]!r}, {eform[r]!r} at {where(block, r)}, wants 0"
+                risk[r] == 0 and eform[r] == 0,
+                f"risk, eform: got {risk[r]!r}, {eform[r]!r} at {where(block, r)}, wants 0",
             )
         elif block.lost_rows[r]:
             require(

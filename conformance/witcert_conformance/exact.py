@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 from mpmath import MPContext, mpf
-from numpy.typing import NDArray
 
-from .adapter import Array
+from .adapter import Array, Mask
 
 MP = MPContext()
 MP.prec = 240
@@ -22,11 +21,16 @@ C_LARGE = 300.0
 """Cells with a larger c go to mpmath: e^{2c} would overflow."""
 
 
+def finite(x: Array) -> Mask:
+    """Whether all numbers along the last axis are finite."""
+    return np.asarray(np.isfinite(x).all(-1))
+
+
 @dataclass(frozen=True)
 class Dyadic:
     """An array of exact numbers ``ints · 2^exponent`` (Python integers)."""
 
-    ints: NDArray[np.object_]
+    ints: Array
     exponent: int
 
     @classmethod
@@ -41,7 +45,7 @@ class Dyadic:
         ints[:] = [w << s for w, s in zip(whole, shift, strict=True)]
         return cls(ints.reshape(shape), low - 53)
 
-    def _aligned(self, other: Dyadic) -> tuple[NDArray[np.object_], NDArray[np.object_], int]:
+    def _aligned(self, other: Dyadic) -> tuple[Array, Array, int]:
         low = min(self.exponent, other.exponent)
         return self.ints * 2 ** (self.exponent - low), other.ints * 2 ** (other.exponent - low), low
 
@@ -66,7 +70,7 @@ class Dyadic:
         return Dyadic(np.asarray(abs(self.ints), dtype=object), self.exponent)
 
     @property
-    def T(self) -> Dyadic:  # noqa: N802
+    def T(self) -> Dyadic:
         """Transposed."""
         return Dyadic(self.ints.T, self.exponent)
 
@@ -74,15 +78,17 @@ class Dyadic:
         """Sums along an axis; no terms give 0."""
         return Dyadic(np.asarray(self.ints.sum(axis), dtype=object), self.exponent)
 
-    def at_most(self, other: Dyadic) -> NDArray[np.bool_]:
+    def at_most(self, other: Dyadic) -> Mask:
         """Elementwise ``self <= other``, no tolerance."""
         a, b, _ = self._aligned(other)
         return np.asarray(a <= b, dtype=bool)
 
-    def real(self) -> NDArray[np.object_]:
+    def real(self) -> Array:
         """The numbers as mpf."""
         unit = MP.mpf(2) ** self.exponent
-        return np.vectorize(lambda n: MP.mpf(int(n)) * unit, otypes=[object])(self.ints) if self.ints.size else self.ints
+        return (
+            np.vectorize(lambda n: MP.mpf(int(n)) * unit, otypes=[object])(self.ints) if self.ints.size else self.ints
+        )
 
     def near(self) -> Array:
         """The numbers as float64."""

@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpmath import mpf
-from numpy.typing import NDArray
 
 from . import philox
-from .adapter import Array, Budget, Info, Ints, Layout, Read, Stored
-from .exact import MP, Dyadic
+from .adapter import Array, Budget, Info, Ints, Layout, Mask, Read, Stored
+from .exact import MP, Dyadic, finite
 
 if TYPE_CHECKING:
     from .case import Scene
 
-Mask = NDArray[np.bool_]
 
 
 def delta_local(budget: Budget) -> float:
@@ -265,7 +263,7 @@ class Block:
         values = (self.linear_exact(r) if linear is None else linear).real() / 254
         cap = MP.mpf(self.read.soft_cap)
         out = []
-        for t in np.flatnonzero(self.attended[r]):
+        for t in np.flatnonzero(self.attended[r]).tolist():
             if t == len(values):
                 out.append(MP.mpf(float(self.sink[r])))  # type: ignore[index]
                 continue
@@ -306,7 +304,7 @@ class Block:
             for t in range(self.n):
                 best[t] = min(best[t], sm * (MP.sqrt(2 * log_term * proxies[t]) + bias[t]))
         out = []
-        for t in np.flatnonzero(self.attended[r]):
+        for t in np.flatnonzero(self.attended[r]).tolist():
             out.append(MP.zero if t >= self.n or self.repaired[t] else best[t] + extra[t])
         return out
 
@@ -375,8 +373,8 @@ def blocks(scene: Scene, stored: Stored | None = None, read: Read | None = None)
             kept_k[repaired] = scene.exact_k[slot[repaired], offset[repaired]]
             kept_v[repaired] = scene.exact_v[slot[repaired], offset[repaired]]
             x, v_hat, rho = x_all[page, offset, h], v_all[page, offset, h], rho_all[page, offset, h]
-            lost = ~np.isfinite(stored.scale[page, offset, h]).all(-1)
-            lost_v = ~np.isfinite(stored.v_scale[page, offset, h]).all(-1)
+            lost = ~finite(stored.scale[page, offset, h])
+            lost_v = ~finite(stored.v_scale[page, offset, h])
             v_hat = np.where(repaired[:, None], kept_v, v_hat)
             rho = np.where(repaired, 0.0, rho)
             q = read.q[flat_rows, flat_heads]

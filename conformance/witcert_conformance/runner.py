@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from .adapter import Adapter, Info
+from .case import adapted
 from .registry import Property, properties
 
 Verdict = Literal["passed", "failed", "error", "not offered", "not run"]
@@ -114,7 +115,7 @@ def run_property(
 
     test = given(strategy)(body)
     for case in reversed(prop.pinned):
-        test = example(case)(test)
+        test = example(adapted(adapter.info, case))(test)
     test = settings(
         max_examples=max(1, round(prop.examples * factor)),
         deadline=None,
@@ -132,16 +133,23 @@ def run_property(
             found: Verdict = "failed" if isinstance(error, AssertionError) else "error"
             text = str(error) if found == "failed" else "".join(traceback.format_exception(error))[-3000:]
             return Outcome(
-                prop.name, found, trial.runs, time.perf_counter() - start, text, reproduction(prop.name, name, trial.case)
+                prop.name,
+                found,
+                trial.runs,
+                time.perf_counter() - start,
+                text,
+                reproduction(prop.name, name, trial.case),
             )
     return Outcome(prop.name, "passed", trial.runs, time.perf_counter() - start)
 
 
 def reproduction(prop: str, name: str, case: Any) -> str:
     """A program that fails the same way."""
-    text = repr(case)
-    used = sorted({"check", type(case).__name__, *(["Layout"] if "Layout(" in text else [])}, key=str.lower)
-    return f"from witcert_conformance import {', '.join(used)}\n\ncheck({prop!r}, {name!r}, {text})\n"
+    text, kind = repr(case), type(case)
+    lines = ["from witcert_conformance import Case, Layout, check"]
+    if kind.__name__ != "Case":
+        lines.append(f"from {kind.__module__} import {kind.__name__}")
+    return "\n".join([*lines, "", f"check({prop!r}, {name!r}, {text})", ""])
 
 
 def check(prop: str, name: str, case: Any) -> None:

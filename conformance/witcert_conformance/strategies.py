@@ -12,8 +12,14 @@ from .arrays import KEYS, QUERIES
 from .case import Case
 
 LAYOUT_FEATURES = ("groups", "sketch", "witness", "equaliser", "bypass", "dither")
-ORDINARY = ("normal", "edge", "outlier", "massive", "constant", "equal", "one_huge", "large", "signs")
+ORDINARY = ("normal", "edge", "outlier", "massive", "constant", "equal", "nearly_equal", "one_huge", "large", "signs")
 """Keys whose groups are neither zero nor tiny."""
+
+
+def bands(info: Info, head_dim: int) -> st.SearchStrategy[int]:
+    """Numbers of witness bands for a head of ``head_dim`` channels."""
+    pairs = head_dim // 2
+    return st.sampled_from([n for n in range(1, pairs + 1) if not info.even_bands or pairs % n == 0])
 
 
 @st.composite
@@ -30,7 +36,7 @@ def layouts(draw: st.DrawFn, info: Info, features: Collection[str], kv_heads: in
         dtype=draw(st.sampled_from(info.dtypes)),
         group=draw(st.sampled_from(widths)) if "groups" in features and widths else None,
         sketch=draw(st.integers(1, max(1, min(4, d - 2 * bypass)))) if "sketch" in features else 0,
-        witness_bands=draw(st.integers(1, d // 2)) if "witness" in features else 0,
+        witness_bands=draw(bands(info, d)) if "witness" in features else 0,
         bypass=bypass,
         dither="dither" in features,
         dither_period=draw(st.sampled_from((1, 2, 4, 64))) if "dither" in features else 4,
@@ -63,7 +69,7 @@ def cases(
 
     Besides those of a layout: splits, sinks, soft_cap, window, bias, masked, repair.
     """
-    extra = [f for f in maybe if (f in info.offers or f == "masked" and "bias" in info.offers) and draw(st.booleans())]
+    extra = [f for f in maybe if (f in info.offers or (f == "masked" and "bias" in info.offers)) and draw(st.booleans())]
     features = {*on, *extra}
     count = draw(st.integers(*batch))
     tokens = draw(st.lists(st.integers(*lengths), min_size=count, max_size=count))

@@ -155,6 +155,9 @@ def test_models(config: Any, message: str) -> None:
         ({"bypass": 1}, ValueError, "bypass: got 1, wants the calibration's 0"),
         ({"calibration": calibration()[:1]}, ValueError, "calibration: got 1 layers, wants the model's 2"),
         ({"calibration": [1, 2]}, TypeError, "calibration: wants"),
+        ({"calibration": 7}, TypeError, "calibration: wants"),
+        ({"calibration": "no such file"}, OSError, "no such file"),
+        ({"calibration": "default"}, ValueError, "calibration.layers: got 30, wants the model's 2"),
         (
             {"calibration": [LayerCalibration.identity(3, 16)] * 2},
             ValueError,

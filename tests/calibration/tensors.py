@@ -9,6 +9,8 @@ import torch
 from witcert.capture import Captured, CapturedLayer, CaptureMetadata
 from witcert_kernels.layout import rope_pairs
 
+torch.set_num_threads(1)
+
 
 def captured(
     *,
@@ -32,7 +34,9 @@ def captured(
         ranges = torch.randn(kv_heads, d, generator=g).exp()
         k = torch.randn(tokens, kv_heads, d, generator=g) * ranges + 3 * torch.randn(kv_heads, d, generator=g)
         away = torch.randn(1, heads, d, generator=g)
-        q = (2 * away + torch.randn(steps, heads, d, generator=g)) / (1 + ranges.repeat_interleave(heads // kv_heads, 0))
+        q = (2 * away + torch.randn(steps, heads, d, generator=g)) / (
+            1 + ranges.repeat_interleave(heads // kv_heads, 0)
+        )
         v = torch.randn(tokens, kv_heads, d_v, generator=g)
         out.append(
             CapturedLayer(

@@ -124,7 +124,11 @@ def test_weights_hash_sees_one_changed_parameter() -> None:
         ({"input_ids": torch.zeros(1, 3, dtype=torch.int64)}, ValueError, r"input_ids: got shape \[1, 3\]"),
         ({"steps": 0}, ValueError, "steps: got 0"),
         ({"steps": TOKENS + 1}, ValueError, f"steps: got {TOKENS + 1}"),
-        ({"input_ids": torch.ones(129, dtype=torch.int64)}, ValueError, "input_ids: got 129 tokens, wants at most .* 128"),
+        (
+            {"input_ids": torch.ones(129, dtype=torch.int64)},
+            ValueError,
+            "input_ids: got 129 tokens, wants at most .* 128",
+        ),
     ],
 )
 def test_bad_arguments_are_named(
@@ -136,7 +140,7 @@ def test_bad_arguments_are_named(
 
 def test_model_with_attention_of_its_own_is_refused(ids: torch.Tensor) -> None:
     this = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=VOCAB)).eval()
-    with pytest.raises(ValueError, match=r"attention|model: captured 0 of 2 layers"):
+    with pytest.raises(ValueError, match="model: captured 0 of 2 layers"):
         capture(this, ids)
 
 
@@ -166,9 +170,7 @@ def test_file_round_trip(dtype: torch.dtype, tmp_path: Path, ids: torch.Tensor) 
 
 def test_file_of_another_engine_needs_only_the_scale(tmp_path: Path) -> None:
     tensors = {
-        f"layers.{n}.{name}": torch.randn(10 if name != "q" else 4, 2, 8)
-        for n in range(2)
-        for name in ("q", "k", "v")
+        f"layers.{n}.{name}": torch.randn(10 if name != "q" else 4, 2, 8) for n in range(2) for name in ("q", "k", "v")
     }
     save_file(tensors, tmp_path / "c.safetensors", metadata={"sm_scale": "0.5", "window_left": "3", "engine": "other"})
     got = Captured.load(tmp_path / "c.safetensors")
@@ -185,9 +187,9 @@ def test_file_of_another_engine_needs_only_the_scale(tmp_path: Path) -> None:
         ({}, {"logits_soft_cap": "-2"}, ValueError, "logits_soft_cap"),
         ({}, {"window_left": "1,2,3"}, ValueError, "window_left: got 3 numbers"),
         ({}, {"window_left": "wide"}, ValueError, "window_left: got 'wide'"),
-        ({"layers.1.k": None}, {}, ValueError, r"layers\.1\.k|layers\.1"),
+        ({"layers.1.k": None}, {}, ValueError, r"layers\.1\.k: got no such tensor"),
         ({"layers.0.k": None, "layers.1.k": None}, {}, ValueError, r"layers\.0\.k: got no such tensor"),
-        ({"layers.1.v": None}, {}, TypeError, r"layers\.1\.v: got NoneType"),
+        ({"layers.1.v": None}, {}, ValueError, r"layers\.1\.v: got no such tensor"),
         ({"layers.0.q": torch.zeros(5, 3, 8)}, {}, ValueError, r"layers\.0\.q: got 3 heads"),
         ({"layers.0.q": torch.zeros(11, 2, 8)}, {}, ValueError, r"layers\.0\.q: got 11 query rows"),
         ({"layers.0.q": torch.zeros(4, 2, 6)}, {}, ValueError, r"layers\.0\.q: got shape"),

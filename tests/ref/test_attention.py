@@ -136,7 +136,7 @@ def test_an_unknown_token_makes_the_meter_one() -> None:
         [attention.part(y[1:2], [np.inf], np.zeros((1, 2))), attention.part(y[::2], [0, 0], np.zeros((2, 2)))]
     )
     assert (merged.meter, merged.eform, merged.risk) == (1, np.inf, np.inf)
-    assert np.isfinite(merged.a1) and np.isfinite(merged.out).all() and merged.output_bound() == 0
+    assert np.isfinite(merged.a1) and np.isfinite(merged.out).all() and merged.value_error() == 0
 
 
 @examples(80)
@@ -191,8 +191,8 @@ def test_the_output_bound_holds() -> None:
         v = row["v_hat"] + row["rho"][:, None] * rng.normal(size=(7, D_V)) / np.sqrt(D_V) / 3
         row["rho"] = np.linalg.norm(v - row["v_hat"], axis=-1)
         merged = attention.merge([attention.part(**pick(row, slice(0, 4))), attention.part(**pick(row, slice(4, 7)))])
-        assert np.linalg.norm(tv.softmax(x) @ v - merged.out) <= merged.output_bound()
-        assert merged.output_bound(0.1) > merged.output_bound()
+        assert np.linalg.norm(tv.softmax(x) @ v - merged.out) <= merged.value_error()
+        assert merged.value_error(0.1) > merged.value_error()
 
 
 def test_tier_a_and_tier_b_are_their_sources() -> None:
@@ -209,6 +209,19 @@ def test_tier_a_and_tier_b_are_their_sources() -> None:
     b = attention.certify_tier_b(q, k_hat, steps, SM_SCALE, 1e-4)
     assert b.meter == bounds.meter(tv.softmax(y), radius.radius(q, steps, SM_SCALE, 6, 1e-4))
     assert b.guarantee == "fixed_trajectory"
+
+
+def test_tier_b_takes_off_what_its_sketch_stores() -> None:
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=D), rng.normal(size=(6, D))
+    steps = np.full((6, 1), 0.5)
+    k_hat = k + rng.uniform(-0.25, 0.25, k.shape)
+    u = (q / np.linalg.norm(q))[None]
+    exact = tv.softmax(k @ q * SM_SCALE)
+    plain = attention.certify_tier_b(q, k_hat, steps, SM_SCALE, 0.01)
+    sketched = attention.certify_tier_b(q, k_hat, steps, SM_SCALE, 0.01, u=u, codes=sketch.encode(k_hat - k, u, steps))
+    assert tv.total_variation(exact, sketched.p_tilde) < 0.1 * tv.total_variation(exact, plain.p_tilde)
+    assert tv.total_variation(exact, sketched.p_tilde) <= sketched.meter < 0.1 * plain.meter
 
 
 @pytest.mark.parametrize(

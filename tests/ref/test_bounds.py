@@ -78,6 +78,13 @@ def test_two_tokens_of_equal_error_attain_the_sharp_bound() -> None:
             assert bound(p, [c, c]) == pytest.approx(tight, rel=1e-12), (bound, c)
 
 
+@pytest.mark.parametrize(("a", "want"), [(1.5, 1 / 3), (2, 1 / 2), (3, 9 / 13), (10, 100 / 104)])
+def test_phi_has_two_branches(a: float, want: float) -> None:
+    p, c = [0.5, 0.5], [np.log(2 * a - 1), 0]
+    assert bounds.phi(p, c) == pytest.approx(want, rel=1e-14)
+    assert float(golden.phi(p, c)) == pytest.approx(want, rel=1e-14)
+
+
 def test_the_dispersion_form_is_refuted() -> None:
     p, c, eps = [0.5, 0.5], [0.1, 0.1], [0.1, -0.1]
     truth, claimed = tv.total_variation(tv.tilt(p, eps), p), bounds.dispersion_unsound(p, c)

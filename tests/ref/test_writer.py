@@ -93,6 +93,11 @@ def test_no_channel_moves_by_more_than_half_a_step(rows: list[tuple[float, float
     np.testing.assert_allclose(dither.dequantize(codes, scale, xi), [float(x) for x in stored], rtol=1e-15)
 
 
+def test_a_scale_that_just_covers_is_not_raised() -> None:
+    assert dither.scale_of([127.0, 254.0], 1).tolist() == [1, 2]
+    assert dither.scale_of([126.5], 1, levels=126.5).tolist() == [1]
+
+
 def test_ties_go_to_even_and_the_stored_scale_counts() -> None:
     assert dither.quantize([0.5, 1.5, 2.5, -0.5], [1.0]).tolist() == [0, 2, 2, 0]
     k = np.array([1.0001, 0.3])

@@ -10,8 +10,9 @@ from importlib import metadata
 
 import numpy as np
 import torch
-import witcert_kernels as wk
 from torch import Tensor
+
+import witcert_kernels as wk
 
 from ..adapter import (
     Account,
@@ -70,6 +71,7 @@ class Kernels:
             offers=_OFFERS,
             dtypes=("float32", "float16", "bfloat16"),
             slow=self.slow,
+            cell_share=1 / 1000 if self.slow else 1.0,
             versions={"torch": torch.__version__, "triton": _version("triton")},
         )
 
@@ -184,7 +186,9 @@ class Kernels:
 
     def account(self, store: _Store) -> Account:
         layout = store.pool.layout
-        value = layout.head_dim_v + 2 * layout.groups_v if isinstance(layout, wk.StoreLayout) else 2 * layout.head_dim_v + 2
+        value = (
+            layout.head_dim_v + 2 * layout.groups_v if isinstance(layout, wk.StoreLayout) else 2 * layout.head_dim_v + 2
+        )
         page = layout.bytes_per_page // layout.kv_heads - layout.page_size * layout.bytes_per_token
         return Account(key=layout.bytes_per_token - value, value=value, page=page)
 
@@ -239,8 +243,8 @@ class Kernels:
         keys, values, at = self._keep(store, k, v, slots)
         assert isinstance(store.pool, wk.ObservatoryPool)
         with self._on():
-            new = (self._tensor(x, torch.float32) for x in (k_hat, v_hat))
-            wk.observe_(keys, values, *new, store.pool, at)
+            new_k, new_v = (self._tensor(x, torch.float32) for x in (k_hat, v_hat))
+            wk.observe_(keys, values, new_k, new_v, store.pool, at)
         store.k[at], store.v[at] = keys, values
 
     def observed(self, store: _Store) -> Observed:

@@ -17,7 +17,14 @@ from ..strategies import plain
 GRAPHED = Case(layout=Layout(kv_heads=2, head_dim=64, head_dim_v=64, page_size=16), lengths=(40, 17), group_heads=4)
 
 
-@prop("graph_replay_is_eager", plain(kv_heads=2, batch=(2, 2)), needs=("cuda_graphs",), pinned=(GRAPHED,), examples=4, cuda=True)
+@prop(
+    "graph_replay_is_eager",
+    plain(kv_heads=2, batch=(2, 2)),
+    needs=("cuda_graphs",),
+    pinned=(GRAPHED,),
+    examples=4,
+    cuda=True,
+)
 def _replay(adapter: Adapter, case: Case) -> None:
     """A captured graph's replays, five interleaved ones of two graphs, are bit-identical to eager."""
     scene = build(adapter, case)
@@ -29,7 +36,14 @@ def _replay(adapter: Adapter, case: Case) -> None:
         same(eager[i], got, what=f"replay {step} of a captured graph")
 
 
-@prop("no_host_synchronisation", plain(kv_heads=2, batch=(2, 2)), needs=("cuda_graphs",), pinned=(GRAPHED,), examples=2, cuda=True)
+@prop(
+    "no_host_synchronisation",
+    plain(kv_heads=2, batch=(2, 2)),
+    needs=("cuda_graphs",),
+    pinned=(GRAPHED,),
+    examples=2,
+    cuda=True,
+)
 def _sync(adapter: Adapter, case: Case) -> None:
     """A decode never makes the host wait for the device."""
     scene = build(adapter, case)
@@ -52,5 +66,7 @@ def _memcheck(adapter: Adapter, case: Case) -> None:
     if tool is None:
         return
     program = _MEMCHECK.format(name=adapter.info.name, case=case)
-    done = subprocess.run([tool, "--error-exitcode", "9", sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run(
+        [tool, "--error-exitcode", "9", sys.executable, "-c", program], capture_output=True, text=True
+    )
     require(done.returncode == 0, f"compute-sanitizer: {(done.stdout + done.stderr)[-1500:]}")

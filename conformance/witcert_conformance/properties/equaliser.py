@@ -12,6 +12,7 @@ from .. import checks
 from ..adapter import Adapter, Info, Layout
 from ..case import Case, build
 from ..checks import require, run
+from ..exact import finite
 from ..model import bypass_mask
 from ..registry import prop
 from ..strategies import ORDINARY, plain
@@ -87,7 +88,10 @@ def _chunk(adapter: Adapter, case: Case) -> None:
     plain(on=("equaliser", "repair"), lengths=(6, 14)),
     theorems=("read_certificate",),
     needs=("equaliser", "repair"),
-    pinned=(replace(SHIFTED, lengths=(12,), repaired=0.5, seed=2), replace(SHIFTED, lengths=(12,), repaired=0.5, seed=3)),
+    pinned=(
+        replace(SHIFTED, lengths=(12,), repaired=0.5, seed=2),
+        replace(SHIFTED, lengths=(12,), repaired=0.5, seed=3),
+    ),
 )
 def _exact(adapter: Adapter, case: Case) -> None:
     """Centred logits are shifted back where exact pages are among them."""
@@ -106,11 +110,14 @@ def _bypass(adapter: Adapter, case: Case) -> None:
     scene = build(adapter, case)
     stored, at = adapter.stored(scene.store), written(scene)
     assert stored.bypass is not None
-    lost = ~np.isfinite(stored.scale[at]).all(-1)[..., None]
+    lost = ~finite(stored.scale[at])[..., None]
     channels = np.broadcast_to(scene.calibration.bypass_channels(case.layout), stored.bypass[at].shape)
     want = np.take_along_axis(scene.k, channels, -1)
     require(((stored.bypass[at] == want) | lost).all(), "bypass: not the key's own bits")
-    require(not stored.codes[at][np.broadcast_to(bypass_mask(scene), scene.k.shape)].any(), "codes: not 0 on a bypass channel")
+    require(
+        not stored.codes[at][np.broadcast_to(bypass_mask(scene), scene.k.shape)].any(),
+        "codes: not 0 on a bypass channel",
+    )
     residual_within_half_step(scene)
     scale_covers_amax(scene)
 
@@ -163,12 +170,21 @@ class Fitted:
 
 def _fits(info: Info) -> st.SearchStrategy[Fitted]:
     layouts = st.builds(
-        Layout, kv_heads=st.integers(1, 2), head_dim=st.sampled_from((4, 8, 16)), rope_layout=st.sampled_from(("half", "interleaved"))
+        Layout,
+        kv_heads=st.integers(1, 2),
+        head_dim=st.sampled_from((4, 8, 16)),
+        rope_layout=st.sampled_from(("half", "interleaved")),
     )
     return st.builds(Fitted, layouts, st.sampled_from((0.0, 7.5, -3e4)), st.integers(0, 99))
 
 
-@prop("constant_channels_have_a_step", _fits, theorems=("read_certificate",), needs=("fit",), pinned=(Fitted(), Fitted(constant=7.5)))
+@prop(
+    "constant_channels_have_a_step",
+    _fits,
+    theorems=("read_certificate",),
+    needs=("fit",),
+    pinned=(Fitted(), Fitted(constant=7.5)),
+)
 def _fit(adapter: Adapter, case: Fitted) -> None:
     """A fitted f is positive, finite and equal within a RoPE pair, also where a channel never moved."""
     rng, layout = np.random.default_rng(case.seed), case.layout

@@ -34,7 +34,11 @@ def _causal(adapter: Adapter, case: Case) -> None:
     plain(rows=(1, 4), lengths=(0, 8), chunk=True),
     theorems=("read_certificate", "tv_tilt_eq_zero_of_all_repaired"),
     needs=("extend",),
-    pinned=(replace(ROWS, chunk=True), replace(ROWS, chunk=True, lengths=(0, 5)), replace(ROWS, chunk=True, causal=False)),
+    pinned=(
+        replace(ROWS, chunk=True),
+        replace(ROWS, chunk=True, lengths=(0, 5)),
+        replace(ROWS, chunk=True, causal=False),
+    ),
 )
 def _chunk(adapter: Adapter, case: Case) -> None:
     """A row's own chunk is read exactly (c = 0) behind the compressed prefix."""

@@ -45,9 +45,7 @@ def true_worst(p: Array, c: Array) -> float:
 def _small(info: Info) -> st.SearchStrategy[Example]:
     """Nearly equal small bounds: where the dispersion vanishes and the error does not."""
     unit = st.floats(0.01, 0.15)
-    return unit.flatmap(
-        lambda c: st.builds(Example, p=st.tuples(*[st.floats(0.8, 1.25)] * 2), c=st.just((c, c)))
-    )
+    return unit.flatmap(lambda c: st.builds(Example, p=st.tuples(*[st.floats(0.8, 1.25)] * 2), c=st.just((c, c))))
 
 
 @prop(

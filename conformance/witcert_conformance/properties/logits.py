@@ -46,7 +46,14 @@ def _once(adapter: Adapter, case: Case) -> None:
     plain(on=("soft_cap",), scales=(1.0, 4.0)),
     theorems=("abs_softcap_sub_le", "abs_tanh_sub_le"),
     needs=("soft_cap",),
-    pinned=(replace(SEEN, soft_cap=2.0, scale=4.0), replace(SEEN, soft_cap=30.0)),
+    pinned=(
+        replace(SEEN, soft_cap=2.0, scale=4.0),
+        replace(SEEN, soft_cap=30.0),
+        *(
+            replace(SEEN, soft_cap=2.0, keys="edge", lengths=(2,), queries="signs", scale=s)
+            for s in (64.0, 128.0, 256.0)
+        ),
+    ),
 )
 def _cap(adapter: Adapter, case: Case) -> None:
     """κ tanh(x/κ) is taken of the whole logit and never of its bound."""
@@ -70,7 +77,11 @@ def _bias(adapter: Adapter, case: Case) -> None:
     plain(on=("bias", "masked"), maybe=("soft_cap", "splits"), lengths=(1, 10)),
     theorems=("softmax_isProb",),
     needs=("bias",),
-    pinned=(replace(SEEN, masked=True), replace(SEEN, masked=True, soft_cap=2.0), replace(SEEN, masked=True, lengths=(1,))),
+    pinned=(
+        replace(SEEN, masked=True),
+        replace(SEEN, masked=True, soft_cap=2.0),
+        replace(SEEN, masked=True, lengths=(1,)),
+    ),
 )
 def _masked(adapter: Adapter, case: Case) -> None:
     """A bias of −Inf masks a token, under a cap too; where it masks all, the row is empty."""

@@ -60,7 +60,10 @@ def _flags(adapter: Adapter, case: Case) -> None:
         scene, _, h = spoiled(adapter, case, key=bad)
         decoded = run(scene, (checks.meter_is_a_probability,))
         group = slice(h * case.group_heads, (h + 1) * case.group_heads)
-        require((decoded.meter[0, group] == 1).all(), f"meter: got {decoded.meter[0, group].tolist()}, wants 1: a key is {bad}")
+        require(
+            (decoded.meter[0, group] == 1).all(),
+            f"meter: got {decoded.meter[0, group].tolist()}, wants 1: a key is {bad}",
+        )
         if "value_error" in adapter.info.offers:
             scene, _, h = spoiled(adapter, case, value=bad)
             decoded = scene.decode()

@@ -19,7 +19,9 @@ BAD = (np.nan, np.inf, -np.inf)
 KINDS = ("normal", "edge", "massive", "equal")
 
 
-def spoiled(adapter: Adapter, case: Case, key: float | None = None, value: float | None = None) -> tuple[Scene, int, int]:
+def spoiled(
+    adapter: Adapter, case: Case, key: float | None = None, value: float | None = None
+) -> tuple[Scene, int, int]:
     """The scene with one entry of one token of the first sequence replaced; the token and its kv head."""
     scene = build(adapter, case)
     rng = np.random.default_rng(case.seed)
@@ -29,8 +31,7 @@ def spoiled(adapter: Adapter, case: Case, key: float | None = None, value: float
         k[t, h, rng.integers(k.shape[-1])] = key
     if value is not None:
         v[t, h, rng.integers(v.shape[-1])] = value
-    part = slice(t, t + 1)
-    adapter.quantize(scene.store, k[part], v[part], scene.slots[part], scene.positions[part])
+    adapter.quantize(scene.store, k, v, scene.slots, scene.positions)
     return replace(scene, k=k, v=v), t, h
 
 
@@ -56,7 +57,10 @@ def _keys(adapter: Adapter, case: Case) -> None:
         after = checks.run(scene, (*checks.READS, checks.meter_is_a_probability, checks.meter_covers_worst_case))
         others_unchanged(case, before, after, h, f"a key of another sequence or kv head became {bad}")
         group = slice(h * case.group_heads, (h + 1) * case.group_heads)
-        require((after.meter[0, group] == 1).all(), f"meter: got {after.meter[0, group].tolist()} with a key of {bad}, wants 1")
+        require(
+            (after.meter[0, group] == 1).all(),
+            f"meter: got {after.meter[0, group].tolist()} with a key of {bad}, wants 1",
+        )
 
 
 @prop(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import checks
-from ..adapter import Adapter, Layout
+from ..adapter import Adapter, Array, Layout
 from ..case import Case, build
 from ..checks import run, same
 from ..registry import prop
@@ -33,8 +33,8 @@ def _reuse(adapter: Adapter, case: Case) -> None:
     store = adapter.create(case.layout, pages, fresh.calibration, layer=fresh.layer, seed=fresh.seed)
     rng = np.random.default_rng(case.seed)
     every = np.arange(pages * case.layout.page_size)
-    large = (1000.0 * rng.normal(size=(len(every), *x.shape[1:])).astype(np.float16) for x in (fresh.k, fresh.v))
-    adapter.quantize(store, *large, every, every)
+    big_k, big_v = (1000.0 * rng.normal(size=(len(every), *x.shape[1:])).astype(np.float16) for x in (fresh.k, fresh.v))
+    adapter.quantize(store, big_k, big_v, every, every)
     pager.free(store, np.arange(pages))
     adapter.quantize(store, fresh.k, fresh.v, fresh.slots, fresh.positions)
     reused = replace(fresh, store=store)
@@ -78,12 +78,14 @@ def _reorder(adapter: Adapter, case: Case) -> None:
             k, v = np.zeros((slot + 1, size, case.layout.head_dim)), np.zeros((slot + 1, size, case.layout.head_dim_v))
             k[slot, :n], v[slot, :n] = scene.k[token, 0], scene.v[token, 0]
             decoded = scene.decode(page_table=moved, exact_pages=pages)
-            unmoved = replace(scene, read=replace(scene.read, page_table=moved, exact_pages=pages), exact_k=k, exact_v=v)
+            unmoved = replace(
+                scene, read=replace(scene.read, page_table=moved, exact_pages=pages), exact_k=k, exact_v=v
+            )
             relocated = replace(unmoved, slots=_slots(scene, moved))
             run(relocated, checks.READS, decoded)
 
 
-def _slots(scene: Any, table: np.ndarray) -> np.ndarray:
+def _slots(scene: Any, table: Array) -> Array:
     size = scene.case.layout.page_size
     slots = scene.slots.copy()
     for b, n in enumerate(scene.read.seq_lens):

@@ -42,7 +42,8 @@ def _refusals(adapter: Adapter, case: Case) -> None:
     refused("v", lambda: adapter.quantize(store, k, v[:-1], at, positions))
     after = adapter.stored(store)
     require(
-        np.array_equal(before.codes, after.codes) and np.array_equal(before.scale, after.scale), "store: written before the refusal"
+        np.array_equal(before.codes, after.codes) and np.array_equal(before.scale, after.scale),
+        "store: written before the refusal",
     )
     table = read.page_table.copy()
     table[0, 0] = len(before.codes)

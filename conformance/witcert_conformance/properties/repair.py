@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import checks
-from ..adapter import Adapter, Gated, Layout
+from ..adapter import Adapter, Array, Gated, Layout
 from ..case import Case, Scene, build, page_in
 from ..checks import require, run
 from ..model import blocks
@@ -16,7 +16,9 @@ from ..registry import prop
 from ..strategies import plain
 
 REPAIRED = Case(layout=Layout(head_dim=8), lengths=(11, 6), repaired=0.6, queries="after")
-GATED = Case(layout=Layout(head_dim=8, kv_heads=2), lengths=(13, 6), group_heads=2, keys="massive", queries="after", scale=2.0)
+GATED = Case(
+    layout=Layout(head_dim=8, kv_heads=2), lengths=(13, 6), group_heads=2, keys="massive", queries="after", scale=2.0
+)
 
 
 @prop(
@@ -96,7 +98,12 @@ def _lost(adapter: Adapter, case: Case) -> None:
     wanted[0, h, t // case.layout.page_size] = True
     table, k, v = page_in(scene, wanted)
     q = scene.read.q * 1e-8
-    scene = replace(scene, read=replace(scene.read, q=q.astype(np.float32).astype(np.float64), exact_pages=table), exact_k=k, exact_v=v)
+    scene = replace(
+        scene,
+        read=replace(scene.read, q=q.astype(np.float32).astype(np.float64), exact_pages=table),
+        exact_k=k,
+        exact_v=v,
+    )
     run(scene, (*checks.READS, checks.meter_covers_worst_case, checks.meter_is_useful))
 
 
@@ -107,7 +114,7 @@ def gated(adapter: Adapter, case: Case, tau: float) -> tuple[Scene, Gated]:
     return scene, any_adapter.gate(scene.store, scene.read, tau)
 
 
-def _tau(adapter: Adapter, case: Case) -> tuple[float, np.ndarray]:
+def _tau(adapter: Adapter, case: Case) -> tuple[float, Array]:
     """A threshold between the meters of the ungated read, so that some heads are over and some are not."""
     meter = build(adapter, case).decode().meter
     seen = np.unique(meter[(meter > 0) & (meter < 1)])
@@ -116,7 +123,13 @@ def _tau(adapter: Adapter, case: Case) -> tuple[float, np.ndarray]:
 
 @prop(
     "gate_leaves_no_head_over",
-    plain(kv_heads=2, group_heads=(1, 3), lengths=(4, 14), queries=("after", "one_head", "normal"), keys=("normal", "massive", "edge")),
+    plain(
+        kv_heads=2,
+        group_heads=(1, 3),
+        lengths=(4, 14),
+        queries=("after", "one_head", "normal"),
+        keys=("normal", "massive", "edge"),
+    ),
     theorems=("any_of_group", "tv_tilt_le_meter_of_repaired"),
     needs=("gate", "repair"),
     pinned=(GATED, replace(GATED, queries="one_head"), replace(GATED, queries="one_head", seed=5)),

@@ -10,7 +10,7 @@ from .. import checks
 from ..adapter import Adapter, Layout
 from ..case import Case, build
 from ..checks import require, run
-from ..exact import Dyadic
+from ..exact import Dyadic, finite
 from ..model import bypass_mask, steps_of, x_hat
 from ..registry import prop
 from ..strategies import ORDINARY, plain
@@ -32,7 +32,7 @@ def _codes(adapter: Adapter, case: Case) -> None:
     stored, at = adapter.stored(scene.store), written(scene)
     assert stored.sketch is not None
     steps = steps_of(stored, case.layout)[at]
-    lost = ~np.isfinite(stored.scale[at]).all(-1)
+    lost = ~finite(stored.scale[at])
     coded = ~bypass_mask(scene)
     x = np.where(coded & ~lost[..., None], x_hat(scene, stored)[at], 0.0)
     k = np.where(coded & ~lost[..., None], scene.k, 0.0)
@@ -44,7 +44,10 @@ def _codes(adapter: Adapter, case: Case) -> None:
         got = Dyadic.of(stored.sketch[at][:, h]) * unit
         off = abs((residual[:, h] @ u.T) * Dyadic.of(254.0) - got)
         fine = off.at_most(unit * Dyadic.of((1 + adapter.info.sketch_widening) / 2)) | lost[:, h, None]
-        require(fine.all(), f"sketch: code off by {float((off.near() / unit.near())[~fine].max(initial=0)):.6g} units, wants half a unit")
+        require(
+            fine.all(),
+            f"sketch: code off by {float((off.near() / unit.near())[~fine].max(initial=0)):.6g} units, wants half a unit",
+        )
 
 
 @prop(
@@ -61,7 +64,12 @@ def _read(adapter: Adapter, case: Case) -> None:
 
 @prop(
     "sketch_error_is_in_the_bound",
-    plain(on=("sketch",), keys=("edge", "normal", "equal", "signs"), queries=("along_u", "normal", "signs"), scales=(1.0, 0.1)),
+    plain(
+        on=("sketch",),
+        keys=("edge", "normal", "equal", "signs"),
+        queries=("along_u", "normal", "signs"),
+        scales=(1.0, 0.1),
+    ),
     theorems=("sketch_certificate",),
     needs=("sketch",),
     pinned=(
@@ -114,8 +122,13 @@ def _off_bypass(adapter: Adapter, case: Case) -> None:
         u[h, :, channels[h]] = 0.5
     wrong = replace(scene.calibration, u=u)
     try:
-        store = adapter.create(case.layout, len(adapter.stored(scene.store).codes), wrong, layer=scene.layer, seed=scene.seed)
+        store = adapter.create(
+            case.layout, len(adapter.stored(scene.store).codes), wrong, layer=scene.layer, seed=scene.seed
+        )
     except ValueError:
         return
     adapter.quantize(store, scene.k, scene.v, scene.slots, scene.positions)
-    run(replace(scene, store=store, calibration=wrong), (checks.meter_covers_true_keys, checks.lse_is_of_the_stored_keys))
+    run(
+        replace(scene, store=store, calibration=wrong),
+        (checks.meter_covers_true_keys, checks.lse_is_of_the_stored_keys),
+    )

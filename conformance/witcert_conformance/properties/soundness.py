@@ -25,7 +25,12 @@ CASES = (PAIR, replace(PAIR, keys="one_huge"), Case(lengths=(9,), keys="normal",
 @prop(
     "logit_error_within_bound",
     plain(maybe=LAYOUT_FEATURES, queries=("normal", "after", "one_hot", "along_u", "peaked"), batch=(1, 1)),
-    theorems=("abs_corrected_error_le", "abs_logit_error_le_half_step", "abs_logit_error_le", "abs_scale_sum_le_half_step"),
+    theorems=(
+        "abs_corrected_error_le",
+        "abs_logit_error_le_half_step",
+        "abs_logit_error_le",
+        "abs_scale_sum_le_half_step",
+    ),
     pinned=CASES,
 )
 def _error(adapter: Adapter, case: Case) -> None:
@@ -54,11 +59,27 @@ def _error(adapter: Adapter, case: Case) -> None:
                 )
 
 
+FLAT = Case(layout=Layout(head_dim=2, head_dim_v=2), lengths=(2,), keys="nearly_equal", queries="signs")
+MIXED = Case(layout=Layout(head_dim=8, head_dim_v=2), lengths=(6,), keys="massive", queries="signs", scale=16.0, seed=1)
+
+
 @prop(
     "meter_covers_worst_case",
-    plain(),
-    theorems=("tv_softmax_le_meter", "tv_tilt_le_meter", "halfStep_certificate", "tv_softmax_le_meter_of_rounding", "sum_le_flSum_div"),
-    pinned=(*CASES, *(replace(PAIR, seed=s) for s in range(1, 5))),
+    plain(scales=(1.0, 0.1, 4.0, 16.0)),
+    theorems=(
+        "tv_softmax_le_meter",
+        "tv_tilt_le_meter",
+        "halfStep_certificate",
+        "tv_softmax_le_meter_of_rounding",
+        "sum_le_flSum_div",
+    ),
+    pinned=(
+        *CASES,
+        *(replace(FLAT, seed=s) for s in (3, 5, 6)),
+        replace(FLAT, scale=0.25, seed=6),
+        MIXED,
+        replace(MIXED, scale=64.0),
+    ),
     examples=40,
 )
 def _worst(adapter: Adapter, case: Case) -> None:
@@ -125,7 +146,11 @@ def _risk(adapter: Adapter, case: Case) -> None:
 
 @prop(
     "value_error_covers",
-    plain(values=("normal", "edge", "large", "equal", "tiny", "zeros"), queries=("zero", "normal", "after", "peaked"), maybe=("groups",)),
+    plain(
+        values=("normal", "edge", "large", "equal", "tiny", "zeros"),
+        queries=("zero", "normal", "after", "peaked"),
+        maybe=("groups",),
+    ),
     theorems=("output_error_le", "output_rounding_le"),
     needs=("value_error",),
     pinned=(Case(lengths=(4,), values="edge", queries="zero"), Case(lengths=(1,), values="edge", queries="zero")),
@@ -161,13 +186,24 @@ def _long(adapter: Adapter, case: Case) -> None:
     checks.run(build(adapter, case), checks.ALL)
 
 
+TOGETHER = Case(
+    layout=Layout(kv_heads=2, head_dim=8, group=4, head_dim_v=4, page_size=2, sketch=2, witness_bands=2, bypass=1),
+    lengths=(9, 0, 6), group_heads=2, keys="edge", queries="along_u", equalised=True, sinks=True, bias=True, repaired=0.3,
+    shuffled=True,
+)  # fmt: skip
+
+
 @prop(
     "everything_together",
     plain(
-        maybe=(*LAYOUT_FEATURES, "splits", "sinks", "soft_cap", "bias", "repair"), kv_heads=2, shuffled=True, lengths=(0, 14),
+        maybe=(*LAYOUT_FEATURES, "splits", "sinks", "soft_cap", "bias", "repair"),
+        kv_heads=2,
+        shuffled=True,
+        lengths=(0, 14),
         values=("normal", "edge", "zeros"),
     ),
     theorems=("read_certificate",),
+    pinned=tuple(replace(TOGETHER, splits=n, soft_cap=cap) for n in (None, 3) for cap in (0.0, 8.0)),
     examples=120,
 )
 def _together(adapter: Adapter, case: Case) -> None:
@@ -205,9 +241,9 @@ def _cells(info: Info) -> st.SearchStrategy[Cells]:
 def _many(adapter: Adapter, case: Cells) -> None:
     """Half a million adversarial cells (10^6 in the profile ``release``): each is covered, none is useless."""
     info = adapter.info
-    left = case.count or COUNTS[profile()] // (1000 if info.slow else 1)
+    left = case.count or int(COUNTS[profile()] * info.cell_share)
     rng = np.random.default_rng(case.seed)
-    group = 8 if info.slow else 256
+    group = 8 if info.cell_share < 1 else 256
     while left > 0:
         lengths = tuple(int(n) for n in rng.choice((1, 2, 3, 5, 16, 48), 8))
         one = Case(
@@ -239,4 +275,6 @@ def _sampled(block: checks.Block, decoded: checks.Decoded, rng: np.random.Genera
     r = int(rng.integers(len(block.rows)))
     least = exact.worst_case_mp(exact.softmax_mp(block.logits_mp(r)), block.bounds_mp(r))
     got = float(decoded.meter[block.rows[r], block.heads[r]])
-    require(MP.mpf(got) >= least, f"meter: got {got!r} at {checks.where(block, r)}, wants at least {MP.nstr(least, 12)}")
+    require(
+        MP.mpf(got) >= least, f"meter: got {got!r} at {checks.where(block, r)}, wants at least {MP.nstr(least, 12)}"
+    )

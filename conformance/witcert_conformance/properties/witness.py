@@ -12,10 +12,10 @@ from .. import checks
 from ..adapter import Adapter, Info, Layout
 from ..case import Case, build
 from ..checks import require, run
-from ..exact import Dyadic
+from ..exact import Dyadic, finite
 from ..model import bypass_mask, steps_of, x_hat
 from ..registry import prop
-from ..strategies import ORDINARY, plain
+from ..strategies import ORDINARY, bands, plain
 from .write import written
 
 WITNESSED = Case(layout=Layout(head_dim=8, witness_bands=2), lengths=(7,), keys="normal")
@@ -26,7 +26,11 @@ WITNESSED = Case(layout=Layout(head_dim=8, witness_bands=2), lengths=(7,), keys=
     plain(on=("witness",), keys=ORDINARY, maybe=("groups", "bypass"), lengths=(4, 16)),
     theorems=("abs_logit_error_le", "tierA_certificate"),
     needs=("witness",),
-    pinned=(WITNESSED, replace(WITNESSED, lengths=(40,), layout=Layout(head_dim=8, witness_bands=4)), replace(WITNESSED, keys="edge")),
+    pinned=(
+        WITNESSED,
+        replace(WITNESSED, lengths=(40,), layout=Layout(head_dim=8, witness_bands=4)),
+        replace(WITNESSED, keys="edge"),
+    ),
 )
 def _covers(adapter: Adapter, case: Case) -> None:
     """code · √(Σ s²)/508 ≥ the band's residual norm in exact arithmetic, by at most two codes."""
@@ -36,7 +40,7 @@ def _covers(adapter: Adapter, case: Case) -> None:
     assert stored.witness is not None
     band = np.eye(layout.witness_bands)[any_adapter.bands(layout)]
     steps = steps_of(stored, layout)[at]
-    lost = ~np.isfinite(stored.scale[at]).all(-1)[..., None]
+    lost = ~finite(stored.scale[at])[..., None]
     coded = ~bypass_mask(scene) & ~lost
     residual = Dyadic.of(np.where(coded, x_hat(scene, stored)[at], 0.0)) - Dyadic.of(np.where(coded, scene.k, 0.0))
     squares = ((residual * residual) @ Dyadic.of(band)) * Dyadic.of(508.0**2)
@@ -45,7 +49,10 @@ def _covers(adapter: Adapter, case: Case) -> None:
     fine = squares.at_most(code * code * units) | lost
     for t, h, b in np.argwhere(~fine):
         norm = float((squares.near()[t, h, b] / units.near()[t, h, b]) ** 0.5)
-        require(False, f"witness: got code {stored.witness[at][t, h, b]:.0f} at token {t}, band {b}, wants at least {norm!r}")
+        require(
+            False,
+            f"witness: got code {stored.witness[at][t, h, b]:.0f} at token {t}, band {b}, wants at least {norm!r}",
+        )
     least = np.maximum(stored.witness[at] - 2, 0)
     loose = ~(Dyadic.of(least) * Dyadic.of(least) * units).at_most(squares) & ~lost
     require(not loose.any(), "witness: more than two codes above the residual's norm")
@@ -53,7 +60,12 @@ def _covers(adapter: Adapter, case: Case) -> None:
 
 @prop(
     "witness_bounds_the_error",
-    plain(on=("witness",), keys=("normal", "edge", "signs", "outlier"), queries=("normal", "signs", "one_hot"), scales=(1.0, 0.1)),
+    plain(
+        on=("witness",),
+        keys=("normal", "edge", "signs", "outlier"),
+        queries=("normal", "signs", "one_hot"),
+        scales=(1.0, 0.1),
+    ),
     theorems=("tierA_certificate", "abs_dot_le_sum_bandNorm", "abs_logit_error_le"),
     needs=("witness",),
     pinned=(WITNESSED, replace(WITNESSED, lengths=(2,), scale=0.1, queries="signs")),
@@ -81,13 +93,19 @@ def _bands(draw: st.DrawFn, info: Info) -> Bands:
     rotary = draw(st.sampled_from((None, 2 * max(1, d // 4))))
     return Bands(
         Layout(
-            head_dim=d, witness_bands=draw(st.integers(1, d // 2)), rope_layout=draw(st.sampled_from(("half", "interleaved"))),
+            head_dim=d, witness_bands=draw(bands(info, d)), rope_layout=draw(st.sampled_from(("half", "interleaved"))),
             rotary_dim=rotary,
         )
     )  # fmt: skip
 
 
-@prop("bands_keep_rope_pairs_together", _bands, theorems=("bandNorm_rope", "dot_rope_rope"), needs=("witness",), pinned=(Bands(),))
+@prop(
+    "bands_keep_rope_pairs_together",
+    _bands,
+    theorems=("bandNorm_rope", "dot_rope_rope"),
+    needs=("witness",),
+    pinned=(Bands(),),
+)
 def _pairs(adapter: Adapter, case: Bands) -> None:
     """No band splits a RoPE pair, in either pair layout and with partial rotation; every band is used."""
     any_adapter: Any = adapter

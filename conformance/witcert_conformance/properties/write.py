@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..adapter import Adapter, Layout
+from ..adapter import Adapter, Array, Layout
 from ..case import Case, Scene, build
 from ..checks import require
-from ..exact import Dyadic
+from ..exact import Dyadic, finite
 from ..model import bypass_mask, steps_of, x_hat
 from ..registry import prop
 from ..strategies import ORDINARY, plain
@@ -17,7 +17,7 @@ from ..strategies import ORDINARY, plain
 EDGE = Case(layout=Layout(head_dim=8), lengths=(6,), keys="edge")
 
 
-def written(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
+def written(scene: Scene) -> tuple[Array, Array]:
     """Page and offset of every token of the scene."""
     page, offset = np.divmod(scene.slots, scene.case.layout.page_size)
     return page, offset
@@ -28,7 +28,7 @@ def residual_within_half_step(scene: Scene) -> None:
     stored, at = scene.adapter.stored(scene.store), written(scene)
     x, steps = x_hat(scene, stored)[at], steps_of(stored, scene.case.layout)[at]
     f, mu = Dyadic.of(scene.calibration.f), Dyadic.of(scene.calibration.mu)
-    lost = ~np.isfinite(stored.scale[at]).all(-1)
+    lost = ~finite(stored.scale[at])
     k = np.where(lost[..., None], 0.0, scene.k)
     off = abs(Dyadic.of(x) * f + mu - Dyadic.of(k))
     allowed = Dyadic.of(steps) * f * Dyadic.of((1 + scene.adapter.info.step_widening) / 2)
@@ -47,7 +47,11 @@ def residual_within_half_step(scene: Scene) -> None:
     "residual_within_half_step",
     plain(keys=ORDINARY),
     theorems=("abs_residual_le", "abs_dequantize_sub_le", "abs_code_le"),
-    pinned=(EDGE, replace(EDGE, keys="constant"), replace(EDGE, layout=Layout(head_dim=16), lengths=(60,), keys="normal")),
+    pinned=(
+        EDGE,
+        replace(EDGE, keys="constant"),
+        replace(EDGE, layout=Layout(head_dim=16), lengths=(60,), keys="normal"),
+    ),
 )
 def _residual(adapter: Adapter, case: Case) -> None:
     """A stored key is within half a step of the key, in exact arithmetic."""
@@ -69,13 +73,15 @@ def scale_covers_amax(scene: Scene) -> None:
     """scale · levels ≥ the group's amax, and no more than two units in the last place above it."""
     layout, info = scene.case.layout, scene.adapter.info
     scale = scene.adapter.stored(scene.store).scale[written(scene)]
-    lost = ~np.isfinite(scale).all(-1)
+    lost = ~finite(scale)
     k = np.where(lost[..., None], 0.0, scene.k)
     coded = ~bypass_mask(scene)
     top = abs(Dyadic.of(k) - Dyadic.of(scene.calibration.mu))
     grouped = (*k.shape[:-1], layout.groups, -1)
     levels = info.levels_dither if layout.dither else info.levels
-    room = (Dyadic.of(np.repeat(np.where(lost[..., None], 0.0, scale), layout.head_dim // layout.groups, -1)) * Dyadic.of(levels))
+    room = Dyadic.of(
+        np.repeat(np.where(lost[..., None], 0.0, scale), layout.head_dim // layout.groups, -1)
+    ) * Dyadic.of(levels)
     # (k − mu)/f is rounded before its amax is taken
     allowed = room * Dyadic.of(scene.calibration.f) * Dyadic.of(1 + 2.0**-22)
     fine = (top.at_most(allowed) | ~coded | lost[..., None]).reshape(grouped).all(-1)
@@ -88,7 +94,10 @@ def scale_covers_amax(scene: Scene) -> None:
         )
     waste = scale > amax / levels * (1 + 2.0**-9) + 2.0**-23
     for t, h, g in np.argwhere(waste & ~lost[..., None]):
-        require(False, f"scale: got {scale[t, h, g]!r} at token {t}, kv head {h}, group {g}, wants {amax[t, h, g] / levels!r}")
+        require(
+            False,
+            f"scale: got {scale[t, h, g]!r} at token {t}, kv head {h}, group {g}, wants {amax[t, h, g] / levels!r}",
+        )
 
 
 @prop(
@@ -113,7 +122,10 @@ def _zeros(adapter: Adapter, case: Case) -> None:
     scene = build(adapter, case)
     stored, at = adapter.stored(scene.store), written(scene)
     for name, scale in (("scale", stored.scale[at]), ("v_scale", stored.v_scale[at])):
-        require((scale > 0).all() and np.isfinite(scale).all(), f"{name}: got {scale.min()!r}, wants a small positive number")
+        require(
+            (scale > 0).all() and np.isfinite(scale).all(),
+            f"{name}: got {scale.min()!r}, wants a small positive number",
+        )
     residual_within_half_step(scene)
     decoded = scene.decode()
     require(np.isfinite(decoded.out).all(), "out: got a number that is not finite for finite keys and values")
@@ -121,7 +133,12 @@ def _zeros(adapter: Adapter, case: Case) -> None:
 
 @prop(
     "writer_is_a_pure_function",
-    plain(keys=(*ORDINARY, "zeros"), values=("normal", "edge"), lengths=(2, 12), maybe=("sketch", "witness", "bypass", "equaliser")),
+    plain(
+        keys=(*ORDINARY, "zeros"),
+        values=("normal", "edge"),
+        lengths=(2, 12),
+        maybe=("sketch", "witness", "bypass", "equaliser"),
+    ),
     theorems=("abs_dequantize_sub_le",),
     pinned=(replace(EDGE, lengths=(24,)),),
 )
@@ -133,7 +150,9 @@ def _pure(adapter: Adapter, case: Case) -> None:
         x, y = getattr(a, name), getattr(b, name)
         if x is not None and y is not None:
             x, y = x[written(one)], y[written(other)]
-            require(np.array_equal(x, y), f"{name}: got other bytes for the same key, one token a call and in other pages")
+            require(
+                np.array_equal(x, y), f"{name}: got other bytes for the same key, one token a call and in other pages"
+            )
 
 
 @prop(
@@ -165,7 +184,7 @@ def _dequantize(adapter: Adapter, case: Case) -> None:
     x = x_hat(scene, stored)[at]
     steps_v = np.repeat(stored.v_scale[at], layout.head_dim_v // layout.groups_v, -1)
     want = x * scene.calibration.f + scene.calibration.mu, stored.v_codes[at] * steps_v
-    lost = ~np.isfinite(stored.scale[at]).all(-1)[..., None]
+    lost = ~finite(stored.scale[at])[..., None]
     for name, got, wanted in zip(("k_hat", "v_hat"), adapter.dequantize(scene.store), want, strict=True):
         size = np.abs(x * scene.calibration.f) + np.abs(scene.calibration.mu) if name == "k_hat" else np.abs(wanted)
         fine = (np.abs(got[at] - wanted) <= 2.0**-21 * size + 1e-37) | (lost if name == "k_hat" else False)

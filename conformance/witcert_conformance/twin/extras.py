@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..adapter import Array, Calibration, Counts, Decoded, Gated, Ints, Layout, Read
+from ..adapter import Array, Calibration, Counts, Decoded, Gated, Ints, Layout, Mask, Read
 from .reader import Reader
-from .writer import Mask, TwinStore
+from .writer import TwinStore
 
 
 class Extras(Reader):
@@ -28,9 +28,9 @@ class Extras(Reader):
         assert decoded.risk is not None
         return decoded.meter > tau if tau < 1 else decoded.risk > np.log1p(2 * tau) / 2
 
-    def any_of_group(self, over: Array) -> Mask:
+    def any_of_group(self, over: Mask) -> bool:
         """Whether a kv head is over: any of its rows and query heads, ``[rows, G] -> []``."""
-        return over.any()
+        return bool(over.any())
 
     def gate(self, store: TwinStore, read: Read, tau: float) -> Gated:
         if tau <= 0:

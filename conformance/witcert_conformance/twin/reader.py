@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..adapter import Array, Budget, Decoded, Ints, Layout, Read
+from ..adapter import Array, Budget, Decoded, Ints, Layout, Mask, Read
+from ..exact import finite
 from ..philox import GRID, dither
-from .writer import Mask, TwinStore, Writer
+from .writer import TwinStore, Writer
 
 RELATIVE = 2.0**-21
 """Relative error that the moments may have, as in a float32 kernel."""
@@ -57,7 +58,7 @@ class Part:
     """A partial result over some tokens, ``[R]`` each but acc ``[R, d_v]``.
 
     rho Σ e^y ρ; zeta the largest rounding of a logit; m_a, l_a log-sum-exp of y + c; norm the largest ‖v̂‖ + ρ; known the
-    set under y − r with er, e1, e2 the sums of e^(y−r) times e^r, e^r − 1 and its square; share each page's part of a1.
+    set under y − r with sums ``[3, R]``, those of e^(y−r) times e^r, e^r − 1 and its square; share each page's part of a1.
     """
 
     moments: Set
@@ -71,9 +72,7 @@ class Part:
     bad_v: Mask
     compressed: Ints
     known: Set | None = None
-    er: Array | None = None
-    e1: Array | None = None
-    e2: Array | None = None
+    sums: Array | None = None
     share: tuple[tuple[Ints, Array, Array], ...] = ()
 
 
@@ -103,7 +102,9 @@ class Reader(Writer):
                 report = self.finish(query, part)
                 at = self.report_rows(query), query.heads
                 out[at] = report.out
-                for column, value in zip(columns, (report.lse, report.meter, report.eform, report.risk, report.value_error), strict=True):
+                for column, value in zip(
+                    columns, (report.lse, report.meter, report.eform, report.risk, report.value_error), strict=True
+                ):
                     column[at] = value
                 self._add_shares(shares[b, h], part)
         with np.errstate(over="ignore"):
@@ -157,7 +158,7 @@ class Reader(Writer):
         bounds = np.arange(len(read.seq_lens) + 1) if read.qo_indptr is None else read.qo_indptr
         rows = np.arange(bounds[b], bounds[b + 1])
         q = read.q[np.repeat(rows, len(heads)), np.tile(heads, len(rows))]
-        bad = ~np.isfinite(q).all(-1)
+        bad = ~finite(q)
         q = np.where(bad[:, None], 0.0, q)
         z = self.fold(store, q, h)
         u = store.calibration.u[h, : store.layout.sketch]
@@ -187,7 +188,10 @@ class Reader(Writer):
 
     def all_parts(self, query: Query) -> Part:
         n = int(query.read.seq_lens[query.b])
-        parts = [self.pool_part(query, tokens) for tokens in self.split_tokens(n, query.read.splits or 1, query.layout.page_size)]
+        parts = [
+            self.pool_part(query, tokens)
+            for tokens in self.split_tokens(n, query.read.splits or 1, query.layout.page_size)
+        ]
         if query.read.k_new is not None:
             parts.append(self.chunk_part(query))
         if query.read.sinks is not None:
@@ -230,6 +234,10 @@ class Reader(Writer):
         cap = query.read.soft_cap
         return cap * np.tanh(x / cap) if cap else x
 
+    def capped(self, query: Query, raw: Array, bias: Array) -> Array:
+        """The logit: the bias is inside the cap."""
+        return self.cap(query, raw + bias)
+
     def mixed(self, query: Query) -> bool:
         """Whether something uncentred meets the centred logits, so that q·mu must be in each of them."""
         return any((
@@ -259,23 +267,23 @@ class Reader(Writer):
         if store.observatory:
             raw = self.sm_scale(query) * (query.q @ store.at("k_hat", slots)[:, query.h].T)
             witness = store.at("witness", slots)[:, query.h]
-            lost = ~np.isfinite(witness).all(-1)
+            lost = ~finite(witness)
             c = self.observatory_bound(query, query.z, np.where(np.isfinite(witness), witness, 0.0))
         else:
             scale = store.at("scale", slots)[:, query.h]
-            lost = ~np.isfinite(scale).all(-1)
+            lost = ~finite(scale)
             steps = np.where(lost[:, None], 0.0, scale).repeat(query.layout.head_dim // query.layout.groups, -1)
             raw = self.logits(query, slots, tokens, steps)
             c = self.bound(query, slots, steps)
         lost &= ~exact
-        raw = np.where(lost, 0.0, raw + bias)
+        raw = np.where(lost, 0.0, raw)
         keys, values = self.exact_tokens(query, tokens, exact)
         if exact.any():
-            raw = np.where(exact, self.exact_logits(query, keys) + bias, raw)
-        y = self.cap(query, raw)
+            raw = np.where(exact, self.repaired_logits(query, keys, slots), raw)
+        y = self.capped(query, raw, bias)
         c = np.where(lost, 0.0, np.where(exact, self.exact_c(query, slots, c), c))
         if store.observatory and store.layout.sketch:
-            r, c_two = self.known_part(query, slots, raw, exact, np.where(np.isfinite(witness), witness, 0.0))
+            r, c_two = self.known_part(query, slots, raw + bias, exact, np.where(np.isfinite(witness), witness, 0.0))
             known = np.where(lost, 0.0, r), np.where(lost, 0.0, c_two)
         v_hat, rho, lost_v = self.values(query, slots)
         v_hat, rho, lost_v = np.where(exact[:, None], values, v_hat), np.where(exact, 0.0, rho), lost_v & ~exact
@@ -285,7 +293,7 @@ class Reader(Writer):
         return replace(
             part,
             bad=query.bad & allowed.any(1) | (lost & self.counted(allowed)).any(1),
-            bad_v=(lost_v & allowed).any(1),
+            bad_v=np.asarray((lost_v & allowed).any(1)),
             norm=np.full(len(query.rows), max(float(norm), np.linalg.norm(values, axis=1).max(initial=0))),
             compressed=(allowed & ~exact).sum(1),
             share=tuple((page, share, part.moments.m) for share in [self._excess(y, c, allowed)]),
@@ -305,8 +313,12 @@ class Reader(Writer):
         return k, v
 
     def exact_logits(self, query: Query, keys: Array) -> Array:
-        """Logits of exact keys; without the shift where the centred ones have none."""
-        return self.sm_scale(query) * (query.q @ keys.T) - (0 if self.mixed(query) else self.shift(query)[:, None])
+        """Logits of exact keys before bias and cap."""
+        return self.sm_scale(query) * (query.q @ keys.T)
+
+    def repaired_logits(self, query: Query, keys: Array, slots: Ints) -> Array:
+        """Those of repaired tokens: nothing of the compressed ones is left."""
+        return self.exact_logits(query, keys)
 
     def exact_c(self, query: Query, slots: Ints, c: Array) -> Array:
         """c of repaired tokens: 0 by their flag."""
@@ -333,7 +345,7 @@ class Reader(Writer):
     def read_xi(self, query: Query, tokens: Ints) -> Array:
         """The dither, ``[T, d]``."""
         store, period = query.store, tokens // query.layout.dither_period
-        xi = dither(store.seed, store.layer, np.int64(query.h), period, query.layout.head_dim)
+        xi = dither(store.seed, store.layer, np.asarray(query.h), period, query.layout.head_dim)
         return np.where(self._bypassed(store)[query.h], 0.0, xi)
 
     def stored_sketch(self, query: Query, slots: Ints) -> Array:
@@ -410,7 +422,7 @@ class Reader(Writer):
             lost = ~np.isfinite(error)
             return store.at("v_hat", slots)[:, query.h], np.where(lost, 0.0, error), lost
         scale = store.at("v_scale", slots)[:, query.h]
-        lost = ~np.isfinite(scale).all(-1)
+        lost = ~finite(scale)
         steps = np.where(lost[:, None], 0.0, scale).repeat(query.layout.head_dim_v // query.layout.groups_v, -1)
         return store.at("v_codes", slots)[:, query.h] * steps, np.linalg.norm(steps, axis=1) / 2 * (1 + 2.0**-12), lost
 
@@ -429,11 +441,20 @@ class Reader(Writer):
         m = y.max(1, initial=-np.inf)
         p = np.exp(y - np.where(m == -np.inf, 0.0, m)[:, None])
         with np.errstate(over="ignore", invalid="ignore"):
-            square = np.where(c < 30, excess * np.expm1(np.minimum(c, 30)), np.where(excess > 0, excess * np.exp(c), 0.0))
+            square = np.where(
+                c < 30, excess * np.expm1(np.minimum(c, 30)), np.where(excess > 0, excess * np.exp(c), 0.0)
+            )
         return Set(m, p.sum(1), excess.sum(1), square.sum(1), c.max(1, initial=0)), p
 
     def part(
-        self, query: Query, y: Array, c: Array, allowed: Mask, v_hat: Array, rho: Array, known: tuple[Array, Array] | None
+        self,
+        query: Query,
+        y: Array,
+        c: Array,
+        allowed: Mask,
+        v_hat: Array,
+        rho: Array,
+        known: tuple[Array, Array] | None,
     ) -> Part:
         zeta = 2.0**-40 * (1 + np.abs(np.where(allowed, y, 0.0)).max(1, initial=0))
         c = c + zeta[:, None]
@@ -443,25 +464,28 @@ class Reader(Writer):
             far = np.where(allowed, y + c, -np.inf)
             top = far.max(1, initial=-np.inf)
             m_a = np.where(wide, moments.m, top)
-            l_a = np.where(wide, moments.l + moments.a1, np.exp(far - np.where(top == -np.inf, 0.0, top)[:, None]).sum(1))
+            l_a = np.where(
+                wide, moments.l + moments.a1, np.exp(far - np.where(top == -np.inf, 0.0, top)[:, None]).sum(1)
+            )
         none = np.zeros(len(y), bool)
-        extra: tuple[Set | None, Array | None, Array | None, Array | None] = (None, None, None, None)
+        part = Part(moments, self.weighted(p, v_hat), p @ rho, zeta, m_a, l_a, np.zeros(len(y)), none, none, none * 0)
         if query.store.observatory and query.layout.sketch:
-            extra = self.known_moments(query, y, c, allowed, known, zeta)
-        return Part(moments, self.weighted(p, v_hat), p @ rho, zeta, m_a, l_a, np.zeros(len(y)), none, none, none * 0, *extra)
+            base, sums = self.known_moments(y, c, allowed, known, zeta)
+            part = replace(part, known=base, sums=sums)
+        return part
 
     def weighted(self, p: Array, v_hat: Array) -> Array:
         """Σ e^(y − m) v̂ over the attended tokens; others have weight 0 and finite v̂."""
         return p @ v_hat
 
     def known_moments(
-        self, query: Query, y: Array, c: Array, allowed: Mask, known: tuple[Array, Array] | None, zeta: Array
-    ) -> tuple[Set, Array, Array, Array]:
+        self, y: Array, c: Array, allowed: Mask, known: tuple[Array, Array] | None, zeta: Array
+    ) -> tuple[Set, Array]:
         """The two-part meter's sums under softmax(y − r); exact tokens have r = 0."""
         r, c_two = (np.zeros_like(y), c) if known is None else (known[0], known[1] + 4 * zeta[:, None])
         base, p_w = self.moments(self.known_base(y, r), c_two, allowed)
         r = np.where(allowed, r, 0.0)
-        return base, (p_w * np.exp(r)).sum(1), (p_w * np.expm1(r)).sum(1), (p_w * np.square(np.expm1(r))).sum(1)
+        return base, np.stack([(p_w * x).sum(1) for x in (np.exp(r), np.expm1(r), np.square(np.expm1(r)))])
 
     def known_base(self, y: Array, r: Array) -> Array:
         """The logits whose softmax the known part's moments are taken under."""
@@ -475,16 +499,16 @@ class Reader(Writer):
         own = slice(bounds[query.b], bounds[query.b + 1])
         keys, values = read.k_new[own, query.h], read.v_new[own, query.h]
         tokens = np.arange(len(keys)) + int(read.seq_lens[query.b])
-        lost, lost_v = ~np.isfinite(keys).all(1), ~np.isfinite(values).all(1)
+        lost, lost_v = ~finite(keys), ~finite(values)
         keys, values = np.where(lost[:, None], 0.0, keys), np.where(lost_v[:, None], 0.0, values)
         bias, kept = self.bias(query, tokens)
         allowed = self.mask(query, tokens) & kept
-        y = self.cap(query, self.exact_logits(query, keys) + bias)
+        y = self.capped(query, self.exact_logits(query, keys), bias)
         part = self.part(query, y, self.chunk_c(y), allowed, values, np.zeros(len(keys)), None)
         return replace(
             part,
             bad=query.bad & allowed.any(1) | (lost & allowed).any(1),
-            bad_v=(lost_v & allowed).any(1),
+            bad_v=np.asarray((lost_v & allowed).any(1)),
             norm=np.full(len(y), np.linalg.norm(values, axis=1).max(initial=0)),
         )
 
@@ -496,8 +520,6 @@ class Reader(Writer):
         """The sink once, a token with value 0 and c = 0."""
         assert query.read.sinks is not None
         y = query.read.sinks[query.heads][:, None]
-        if not self.mixed(query):
-            y = y - self.shift(query)[:, None]
         zero = np.zeros((1, query.layout.head_dim_v))
         return [self.part(query, y, np.zeros_like(y), np.ones_like(y, bool), zero, np.zeros(1), None)]
 
@@ -526,16 +548,15 @@ class Reader(Writer):
         moments = self.merge_sets(x.moments, y.moments)
         mine, theirs = self.merge_weights(x.moments, y.moments, moments.m)
         m_a = np.maximum(x.m_a, y.m_a)
-        known, sums = None, [None, None, None]
-        if x.known is not None and y.known is not None:
+        known, sums = None, None
+        if x.known is not None and y.known is not None and x.sums is not None and y.sums is not None:
             known = self.merge_sets(x.known, y.known)
-            a, b = weight(x.known.m, known.m), weight(y.known.m, known.m)
-            sums = [s * a + t * b for s, t in ((x.er, y.er), (x.e1, y.e1), (x.e2, y.e2))]  # type: ignore[operator,misc]
+            sums = x.sums * weight(x.known.m, known.m) + y.sums * weight(y.known.m, known.m)
         return Part(
             moments, x.acc * mine[:, None] + y.acc * theirs[:, None], x.rho * mine + y.rho * theirs,
             np.maximum(x.zeta, y.zeta), m_a, x.l_a * weight(x.m_a, m_a) + y.l_a * weight(y.m_a, m_a),
-            np.maximum(x.norm, y.norm), x.bad | y.bad, x.bad_v | y.bad_v, x.compressed + y.compressed, known, *sums,
-            share=x.share + y.share,
+            np.maximum(x.norm, y.norm), x.bad | y.bad, x.bad_v | y.bad_v, x.compressed + y.compressed, known, sums,
+            x.share + y.share,
         )  # fmt: skip
 
     def _add_shares(self, shares: Array, part: Part) -> None:
@@ -567,13 +588,15 @@ class Reader(Writer):
         seen = part.moments.l > 0
         safe = np.where(seen, part.moments.l, 1.0)
         bound, a1 = self.meter_of(part.moments, part.zeta)
-        if part.known is not None and part.er is not None and part.e1 is not None and part.e2 is not None:
-            bound = np.minimum(bound, self.two_parts(part.known, part.er, part.e1, part.e2, part.zeta))
+        if part.known is not None and part.sums is not None:
+            bound = np.minimum(bound, self.two_parts(part.known, part.sums, part.zeta))
         meter = np.minimum((bound + np.tanh(part.zeta / 2)) * (1 + 2.0**-20), 1.0)
         meter = self.report_meter(query, np.where(part.bad, 1.0, np.where(seen, meter, 0.0)), part)
         lse = self.lse(query, np.where(seen, part.moments.m + np.log(safe), -np.inf))
         with np.errstate(over="ignore", invalid="ignore"):
-            log_mass = np.where(seen, part.m_a + np.log(np.maximum(part.l_a, 1e-300)) - part.moments.m - np.log(safe), 0.0)
+            log_mass = np.where(
+                seen, part.m_a + np.log(np.maximum(part.l_a, 1e-300)) - part.moments.m - np.log(safe), 0.0
+            )
             eform = a1 + np.square(a1) / 2
         out = np.where(seen[:, None], part.acc / safe[:, None], 0.0)
         return Decoded(
@@ -589,12 +612,11 @@ class Reader(Writer):
         """The meter of each row."""
         return meter
 
-    def two_parts(self, known: Set, er: Array, e1: Array, e2: Array, zeta: Array) -> Array:
+    def two_parts(self, known: Set, sums: Array, zeta: Array) -> Array:
         """½ sd(e^r)/mean(e^r) and the meter of what is left."""
-        safe = np.where(known.l > 0, known.l, 1.0)
-        spread = self.known_variance(e2 / safe, e1 / safe) * (1 + RELATIVE)
+        mean, e1, e2 = sums / np.where(known.l > 0, known.l, 1.0)
         with np.errstate(invalid="ignore", divide="ignore"):
-            deviation = np.sqrt(spread) / (2 * er / safe)
+            deviation = np.sqrt(self.known_variance(e2, e1) * (1 + RELATIVE)) / (2 * mean)
         return np.where(np.isfinite(deviation), deviation, np.inf) + self.meter_of(known, zeta)[0]
 
     def known_variance(self, e2: Array, e1: Array) -> Array:
@@ -609,7 +631,9 @@ class Reader(Writer):
         """2 · meter · R + Σ p̃ ρ, and the rounding of the output."""
         cast = 2.0**-10 if query.layout.dtype == "float16" else 2.0**-23
         bound = 2 * meter * part.norm + self.value_term(part.rho / safe)
-        bound = (bound + cast * (part.norm + bound) + 2.0**-25 * query.layout.head_dim_v * (query.layout.dtype == "float16")) * (1 + 2.0**-20)
+        bound = (
+            bound + cast * (part.norm + bound) + 2.0**-25 * query.layout.head_dim_v * (query.layout.dtype == "float16")
+        ) * (1 + 2.0**-20)
         return np.where(part.bad_v, np.inf, np.where(seen, bound, 0.0))
 
     def value_term(self, rho: Array) -> Array:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..adapter import CAPABILITIES, Account, Array, Calibration, Counts, Info, Ints, Layout, Observed, Stored
+from ..adapter import CAPABILITIES, Account, Array, Calibration, Counts, Info, Ints, Layout, Mask, Observed, Stored
+from ..exact import finite
 from ..philox import dither
 
 TINY = 2.0**-24
-Mask = NDArray[np.bool_]
 
 
 @dataclass
@@ -22,19 +22,19 @@ class TwinStore:
     calibration: Calibration
     layer: int
     seed: int
-    fields: dict[str, NDArray]
+    fields: dict[str, Array]
     back_k: Array  # [slots, kv_heads, d] the backing store
     back_v: Array
     observatory: bool = False
     exact: list[tuple[Array, Array]] = field(default_factory=list)
-    counts: Counts = Counts(0, 0, 0.0)
+    counts: Counts = field(default_factory=lambda: Counts(0, 0, 0.0))
 
     def at(self, name: str, slots: Ints) -> Array:
         """A field at some slots, in float64."""
         page, offset = np.divmod(slots, self.layout.page_size)
         return self.fields[name][page, offset].astype(np.float64)
 
-    def put(self, name: str, slots: Ints, values: NDArray) -> None:
+    def put(self, name: str, slots: Ints, values: Any) -> None:
         """Write a field at some slots."""
         page, offset = np.divmod(slots, self.layout.page_size)
         self.fields[name][page, offset] = values
@@ -46,7 +46,7 @@ def identity(layout: Layout) -> Calibration:
     return Calibration(np.zeros((kv, d)), np.ones((kv, d)), np.zeros((kv, 0, d)), np.zeros((kv, 0), np.int64))
 
 
-def half_up(x: Array) -> NDArray[np.float16]:
+def half_up(x: Array) -> Array:
     """Round non-negative numbers up to float16; Inf on overflow."""
     with np.errstate(over="ignore"):
         y = np.asarray(x).astype(np.float16)
@@ -71,7 +71,7 @@ class Writer:
     ) -> TwinStore:
         self.check_calibration(layout, calibration)
         head = (pages, layout.page_size, layout.kv_heads)
-        fields: dict[str, NDArray] = {
+        fields: dict[str, Array] = {
             "codes": np.zeros((*head, layout.head_dim), np.int8),
             "scale": np.zeros((*head, layout.groups), np.float16),
             "sketch": np.zeros((*head, layout.sketch), np.int8),
@@ -84,7 +84,13 @@ class Writer:
         return self._store(layout, pages, calibration, layer, seed, fields)
 
     def _store(
-        self, layout: Layout, pages: int, calibration: Calibration | None, layer: int, seed: int, fields: dict[str, NDArray]
+        self,
+        layout: Layout,
+        pages: int,
+        calibration: Calibration | None,
+        layer: int,
+        seed: int,
+        fields: dict[str, Array],
     ) -> TwinStore:
         slots = pages * layout.page_size
         return TwinStore(
@@ -111,11 +117,13 @@ class Writer:
 
     def quantize(self, store: TwinStore, k: Array, v: Array, slots: Ints, positions: Ints) -> None:
         self.check_write(store, k, v, slots)
+        if not len(slots):
+            return
         layout, calibration = store.layout, store.calibration
         store.back_k[slots], store.back_v[slots] = self.backing(k), self.backing(v)
         x, lost = self.equalise(store, k)
         scale = self.key_scale(store, x, k, lost)
-        lost = lost | ~np.isfinite(scale).all(-1)
+        lost = lost | ~finite(scale)
         step = np.where(lost[..., None], 1.0, scale.astype(np.float64)).repeat(layout.head_dim // layout.groups, -1)
         xi = self.write_xi(store, positions) if layout.dither else np.zeros_like(x)
         x = np.where(lost[..., None], 0.0, x)
@@ -140,9 +148,9 @@ class Writer:
 
     def equalise(self, store: TwinStore, k: Array) -> tuple[Array, Mask]:
         """((k − mu)/f with bypass channels 0, which keys are not finite (0 then))."""
-        finite = np.isfinite(k).all(-1)
-        x = (np.where(finite[..., None], k, 0.0) - store.calibration.mu) / store.calibration.f
-        return self.drop_bypass(store, x), ~finite
+        whole = finite(k)
+        x = (np.where(whole[..., None], k, 0.0) - store.calibration.mu) / store.calibration.f
+        return self.drop_bypass(store, x), ~whole
 
     def drop_bypass(self, store: TwinStore, x: Array) -> Array:
         """Bypass channels 0."""
@@ -153,7 +161,7 @@ class Writer:
         np.put_along_axis(mask, store.calibration.bypass_channels(store.layout), True, 1)
         return mask
 
-    def key_scale(self, store: TwinStore, x: Array, k: Array, lost: Mask) -> NDArray[np.float16]:
+    def key_scale(self, store: TwinStore, x: Array, k: Array, lost: Mask) -> Array:
         """A scale a group: covers the group's amax, rounded up."""
         amax = np.abs(x).reshape(*x.shape[:-1], store.layout.groups, -1).max(-1)
         return self.round_scale(amax / self.levels(store))
@@ -162,7 +170,7 @@ class Writer:
         """Largest code whose scale covers the amax: a dither needs half a step more."""
         return 126.5 if store.layout.dither else 127.0
 
-    def round_scale(self, scale: Array) -> NDArray[np.float16]:
+    def round_scale(self, scale: Array) -> Array:
         """Up to float16, at least its smallest positive number."""
         return np.maximum(half_up(scale), np.float16(TINY))
 
@@ -189,7 +197,9 @@ class Writer:
 
     def kept(self, store: TwinStore, k: Array) -> Array:
         """The bypass channels' own bits."""
-        return np.take_along_axis(k, np.broadcast_to(store.calibration.bypass_channels(store.layout), (len(k), *self._kept_shape(store))), -1)
+        return np.take_along_axis(
+            k, np.broadcast_to(store.calibration.bypass_channels(store.layout), (len(k), *self._kept_shape(store))), -1
+        )
 
     def _kept_shape(self, store: TwinStore) -> tuple[int, int]:
         return store.layout.kv_heads, 2 * store.layout.bypass
@@ -236,16 +246,20 @@ class Writer:
     def write_values(self, store: TwinStore, v: Array, slots: Ints) -> None:
         """Plain INT8 with a token scale a group; the page's largest ‖v̂‖ + ρ."""
         groups = store.layout.groups_v
-        finite = np.isfinite(v).all(-1)
-        value = np.where(finite[..., None], v, 0.0)
+        whole = finite(v)
+        value = np.where(whole[..., None], v, 0.0)
         scale = self.round_scale(np.abs(value).reshape(*v.shape[:-1], groups, -1).max(-1) / 127)
-        lost = ~(finite & np.isfinite(scale).all(-1))[..., None]
+        lost = ~(whole & finite(scale))[..., None]
         step = np.where(lost, 1.0, scale.astype(np.float64)).repeat(v.shape[-1] // groups, -1)
-        codes = np.where(lost, 0.0, np.rint(value / step))
+        codes = np.where(lost, 0.0, self.round_values(value / step))
         store.put("v_codes", slots, codes)
         store.put("v_scale", slots, np.where(lost, np.inf, scale))
         norm = np.linalg.norm(codes * step, axis=-1) + np.linalg.norm(step, axis=-1) / 2 * (1 + 2.0**-12)
         self._raise_norm(store, slots, np.where(lost[..., 0], 0.0, norm * (1 + 2.0**-20)))
+
+    def round_values(self, ratio: Array) -> Array:
+        """To the nearest code."""
+        return np.rint(ratio)
 
     def _raise_norm(self, store: TwinStore, slots: Ints, norm: Array) -> None:
         np.maximum.at(store.fields["v_norm"], slots // store.layout.page_size, norm.astype(np.float32))
@@ -282,7 +296,7 @@ class Writer:
 
     def create_observatory(self, layout: Layout, pages: int, calibration: Calibration | None = None) -> TwinStore:
         head = (pages, layout.page_size, layout.kv_heads)
-        fields: dict[str, NDArray] = {
+        fields: dict[str, Array] = {
             "k_hat": np.zeros((*head, layout.head_dim), np.float16),
             "witness": np.zeros((*head, layout.witness_bands), np.float16),
             "sketch": np.zeros((*head, layout.sketch), np.int8),
@@ -301,16 +315,18 @@ class Writer:
         store.back_k[slots], store.back_v[slots] = self.backing(k), self.backing(v)
         with np.errstate(over="ignore"):
             kept, kept_v = (x.astype(np.float16).astype(np.float64) for x in (k_hat, v_hat))
-        lost = ~(np.isfinite(kept).all(-1) & np.isfinite(k).all(-1))[..., None]
-        lost_v = ~(np.isfinite(kept_v).all(-1) & np.isfinite(v).all(-1))[..., None]
+        lost = ~(finite(kept) & finite(k))[..., None]
+        lost_v = ~(finite(kept_v) & finite(v))[..., None]
         kept, kept_v = np.where(lost, 0.0, kept), np.where(lost_v, 0.0, kept_v)
         residual = (kept - np.where(lost, 0.0, k)) / calibration.f
         store.put("k_hat", slots, kept)
-        norm = half_up(self._band_norms(residual, layout) * (1 + 2.0**-40))
+        norm = self.round_norm(self._band_norms(residual, layout) * (1 + 2.0**-40))
         store.put("witness", slots, np.where(lost, np.inf, norm))
         if layout.sketch:
             coordinate = np.einsum("hrd,nhd->nhr", calibration.u, residual)
-            unit = np.maximum(half_up(np.abs(coordinate).max(-1, keepdims=True) / 127), np.float16(TINY)).astype(np.float64)
+            unit = np.maximum(half_up(np.abs(coordinate).max(-1, keepdims=True) / 127), np.float16(TINY)).astype(
+                np.float64
+            )
             off = lost | ~np.isfinite(unit)
             store.put("sketch", slots, self.round_sketch(np.where(off, 0.0, coordinate / np.where(off, 1.0, unit))))
             store.put("sketch_scale", slots, np.where(off, np.inf, unit))
@@ -319,6 +335,10 @@ class Writer:
         store.put("v_error", slots, np.where(lost_v, np.inf, error))
         norm_v = np.linalg.norm(kept_v, axis=-1) + np.where(lost_v, 0.0, error)[..., 0].astype(np.float64)
         self._raise_norm(store, slots, norm_v * (1 + 2.0**-20))
+
+    def round_norm(self, norm: Array) -> Array:
+        """Up to float16."""
+        return half_up(norm)
 
     def observed(self, store: TwinStore) -> Observed:
         wide = {name: x.astype(np.float64) for name, x in store.fields.items()}

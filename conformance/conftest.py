@@ -1,0 +1,3 @@
+"""Makes ``pytest conformance --impl NAME`` work in a checkout, installed or not."""
+
+pytest_plugins = ["witcert_conformance.plugin"]

@@ -1,0 +1,67 @@
+"""``release_check``: everything, on every implementation that this machine can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .adapter import Adapter, load
+from .report import Run, write_report
+from .runner import Outcome, run_suite
+
+SHIPPED = ("ref", "torch-cpu", "triton-interpret", "triton-cuda")
+
+
+def available(names: Sequence[str] = SHIPPED) -> tuple[dict[str, Adapter], dict[str, str]]:
+    """``(adapters that load, why the others do not)``, by name."""
+    found, missing = {}, {}
+    for name in names:
+        try:
+            found[name] = load(name)
+        except ValueError as error:
+            missing[name] = str(error)
+    return found, missing
+
+
+def release_check(
+    implementations: Sequence[str] | None = None,
+    *,
+    profile: str = "release",
+    seed: int = 0,
+    report: Path | None = None,
+    write: Callable[[str], None] = print,
+) -> int:
+    """Run all properties on each implementation.
+
+    Args:
+        implementations: names as for ``--impl``; one that does not load fails the check. None: all shipped ones that this
+            machine can run.
+        profile: ``quick``, ``ci`` or ``release``.
+        seed: of all draws.
+        report: JSON file to write; HTML goes beside it.
+        write: takes the lines of output.
+
+    Returns:
+        0 if every property that was asked passed for every implementation, else 1.
+    """
+    found, missing = available(SHIPPED if implementations is None else implementations)
+    for name, reason in missing.items():
+        write(f"{name}: not run, {reason}")
+    runs = []
+    for name, adapter in found.items():
+        info = adapter.info
+        write(f"{name}: {info.name} {info.version} on {info.device}")
+
+        def progress(outcome: Outcome) -> None:
+            write(f"  {outcome.verdict:11} {outcome.name} ({outcome.examples} examples, {outcome.seconds:.1f} s)")
+            if outcome.verdict in ("failed", "error"):
+                write(f"{outcome.message}\n{outcome.reproduction}")
+
+        outcomes = run_suite(adapter, name, profile=profile, root_seed=seed, progress=progress)
+        runs.append(Run(name, adapter, profile, seed, tuple(outcomes)))
+    if report is not None:
+        write_report(report, runs)
+        write(f"report: {report} and {report.with_suffix('.html')}")
+    fine = bool(runs) and all(run.passed for run in runs) and (implementations is None or not missing)
+    write("conformance: passed" if fine else "conformance: FAILED")
+    return 0 if fine else 1

@@ -1,0 +1,270 @@
+"""The observatory's read in Triton, with the two-part meter. The counterpart of ``ObservatoryReader``, in float32."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import rounding
+from .triton_common import INTERPRETED, check_device, padded
+from .triton_exact import read_exact
+from .triton_query import LOG2E, ROWS, scale_parts
+from .triton_state import FIELDS, KNOWN_FIELDS, fold, merge, rescale, softcap, weight_error
+from .triton_tiles import (
+    ADD_ERROR,
+    U,
+    attended,
+    biased,
+    dot_error,
+    key_logits,
+    pool_tokens,
+    span,
+    store_known,
+    store_row,
+    tiling,
+    weighted_values,
+)
+
+
+@triton.jit
+def _query_kernel(
+    Q, F, Directions, BandOfChannel, All, Outside, A, AError, ARound, Bad, rows, scale_high, scale_low,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BANDS: tl.constexpr,
+    DELTA_WIDEN: tl.constexpr, UP: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    per_head: tl.constexpr = HEADS // KV
+    flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    kv_head = tl.program_id(1)
+    here = flat < rows * per_head
+    row = (flat // per_head).to(tl.int64) * HEADS + kv_head * per_head + flat % per_head
+    scale = tl.cast(scale_high, tl.float64) + tl.cast(scale_low, tl.float64)
+    channel = tl.arange(0, DP)
+    inside = channel < D
+    raw = tl.load(Q + row[:, None] * D + channel[None, :], mask=here[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    bad = tl.max((~(tl.abs(raw) < float("inf"))).to(tl.int32), 1) > 0
+    f = tl.load(F + kv_head * D + channel, mask=inside, other=0.0).to(tl.float64)
+    z = tl.where(bad[:, None], 0.0, raw).to(tl.float64) * f[None, :]
+    bad = bad | ~(tl.sum(tl.abs(z), 1) * scale < 1e28)
+    z = tl.where(bad[:, None], 0.0, z)
+    tl.store(Bad + row, bad.to(tl.int8), mask=here)
+    outside = z
+    size = tl.zeros((BLOCK,), tl.float64)
+    for i in tl.static_range(R):
+        u = tl.load(Directions + (kv_head * R + i) * D + channel, mask=inside, other=0.0).to(tl.float64)[None, :]
+        a = tl.sum(z * u, 1)
+        outside -= a[:, None] * u
+        size += tl.abs(a)
+        tl.store(A + row * R + i, (scale * a).to(tl.float32), mask=here)
+    if R > 0:
+        tl.store(AError + row, (scale * DELTA_WIDEN / 2 * size * UP).to(tl.float32), mask=here)
+        tl.store(ARound + row, (scale * 127.0 * ROUND * size * UP).to(tl.float32), mask=here)
+    band = tl.load(BandOfChannel + channel, mask=inside, other=-1)[None, :]
+    for b in tl.static_range(BANDS):
+        norm = tl.sqrt(tl.sum(tl.where(band == b, z * z, 0.0), 1)) * scale * UP
+        tl.store(All + row * BANDS + b, norm.to(tl.float32), mask=here)
+        norm = tl.sqrt(tl.sum(tl.where(band == b, outside * outside, 0.0), 1)) * scale * UP
+        tl.store(Outside + row * BANDS + b, norm.to(tl.float32), mask=here)
+
+
+@triton.jit
+def _observatory_kernel(
+    Q, Work, Indptr, PageTable, SeqLens, ExactSlots, Bias, All, Outside, A, AError, ARound, Bad,
+    KHat, Witness, Sketch, SketchScale, VHat, VError, VNorm, Acc, Stats,
+    total, max_pages, bias_tokens, window_left, slots, scale, cap,
+    KV: tl.constexpr, PER_HEAD: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
+    BANDS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr,
+    HAS_NEW: tl.constexpr, HAS_EXACT: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DP: tl.constexpr, DVP: tl.constexpr, PRECISE: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    sequence, first_row, rows, length, row, row_ok, position, low, high = span(
+        Work, Indptr, SeqLens, kv_head, KV, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW
+    )
+    begin, first, stop = pool_tokens(length, low, high, split, splits, window_left, PAGE, BLOCK_N, CAUSAL, WINDOW)
+    ROWWISE: tl.constexpr = RAGGED and (CAUSAL or WINDOW)
+
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    m_wide = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l = tl.zeros((BLOCK_M,), tl.float64)  # noqa: E741
+    a1 = tl.zeros((BLOCK_M,), tl.float64)
+    a2 = tl.zeros((BLOCK_M,), tl.float64)
+    rho = tl.zeros((BLOCK_M,), tl.float64)
+    l_wide = tl.zeros((BLOCK_M,), tl.float64)
+    c_max = tl.zeros((BLOCK_M,), tl.float32)
+    z_row = tl.zeros((BLOCK_M,), tl.float32)
+    norm = tl.zeros((BLOCK_N,), tl.float32)
+    acc = tl.zeros((BLOCK_M, DVP), tl.float32)
+    count = tl.zeros((BLOCK_M if ROWWISE or BIAS else 1,), tl.int32)
+    if R > 0:
+        known_m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        known_m_wide = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        known_l = tl.zeros((BLOCK_M,), tl.float64)
+        known_a1 = tl.zeros((BLOCK_M,), tl.float64)
+        known_a2 = tl.zeros((BLOCK_M,), tl.float64)
+        known_l_wide = tl.zeros((BLOCK_M,), tl.float64)
+        known_c_max = tl.zeros((BLOCK_M,), tl.float32)
+        e1 = tl.zeros((BLOCK_M,), tl.float64)
+        e2 = tl.zeros((BLOCK_M,), tl.float64)
+        r_top = tl.zeros((BLOCK_M,), tl.float32)
+        a_error = tl.load(AError + row, mask=row_ok, other=0.0)
+        a_round = tl.load(ARound + row, mask=row_ok, other=0.0)
+
+    channel = tl.arange(0, DP)
+    column = tl.arange(0, DVP)
+    q_ok = tl.load(Bad + row, mask=row_ok, other=1) == 0
+    q = tl.load(Q + row[:, None] * D + channel[None, :], mask=q_ok[:, None] & (channel < D)[None, :], other=0.0)
+    q_error = dot_error(q, scale, D)
+
+    for base in range(first, stop, BLOCK_N):
+        token = base + tl.arange(0, BLOCK_N)
+        here = (token >= begin) & (token < stop)
+        if HAS_EXACT:
+            at = (sequence * KV + kv_head) * max_pages + token // PAGE
+            here = here & (tl.load(ExactSlots + at, mask=here, other=-1) < 0)
+        page = tl.load(PageTable + sequence * max_pages + token // PAGE, mask=here, other=0).to(tl.int64)
+        cell = (page * PAGE + token % PAGE) * KV + kv_head
+        norm = tl.maximum(norm, tl.load(VNorm + page * KV + kv_head, mask=here, other=0.0))
+        ok = attended(token, here, position, window_left, ROWWISE, CAUSAL, WINDOW)
+        raw, error, lost = key_logits(
+            KHat, cell * D, here, ok, Q, q, q_ok, row, q_error, scale, D, DP, PRECISE, INTERPRET
+        )
+        if BIAS:
+            bias, ok = biased(Bias, bias_tokens, row, token, ok, here, row_ok)
+            raw += bias
+            error += tl.max(tl.abs(bias), 1) * ADD_ERROR
+        infinite = ~(tl.abs(raw) < float("inf"))
+        raw = tl.where(infinite, 0.0, raw)
+        y = softcap(raw, cap) if CAP else raw
+
+        c = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        outside = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for b in tl.static_range(BANDS):
+            residual = tl.load(Witness + cell * BANDS + b, mask=here, other=0.0).to(tl.float32)
+            lost = lost | ~(residual < float("inf"))
+            residual = tl.where(residual < float("inf"), residual, 0.0)[None, :]
+            c += tl.load(All + row * BANDS + b, mask=row_ok, other=0.0)[:, None] * residual
+            if R > 0:
+                outside += tl.load(Outside + row * BANDS + b, mask=row_ok, other=0.0)[:, None] * residual
+        count += tl.sum(ok.to(tl.int32), 1)
+        flagged = lost[None, :] | infinite
+
+        stored = tl.load(
+            VHat + cell[:, None] * DV + column[None, :], mask=here[:, None] & (column < DV)[None, :], other=0.0
+        )
+        v = stored.to(tl.float32)
+        rho_token = tl.load(VError + cell, mask=here, other=0.0).to(tl.float32)
+        lost_v = ~(rho_token < float("inf"))
+        v = tl.where(lost_v[:, None], 0.0, v)
+        rho_token = tl.where(lost_v, float("inf"), rho_token)[None, :]
+        p, factor, m, l, a1, a2, c_max, rho, m_wide, l_wide = fold(  # noqa: E741
+            y, c, flagged, rho_token, ok, m, l, a1, a2, c_max, rho, m_wide, l_wide, False, False, INTERPRET
+        )
+        acc = acc * factor[:, None] + weighted_values(p, v, stored, q, INTERPRET)
+        if R > 0:
+            unit = tl.load(SketchScale + cell, mask=here, other=0.0).to(tl.float32)
+            clamped = ~(unit < float("inf"))
+            unit = tl.where(clamped, 0.0, unit)
+            correction = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for i in tl.static_range(R):
+                code = tl.load(Sketch + cell * R + i, mask=here, other=0).to(tl.float32)
+                correction += tl.load(A + row * R + i, mask=row_ok, other=0.0)[:, None] * code[None, :]
+            correction *= unit[None, :]
+            w = raw - correction
+            w = softcap(w, cap) if CAP else w
+            r = tl.where(ok, y - w, 0.0)
+            unknown = outside + a_error[:, None] * unit[None, :]
+            error += a_round * tl.max(unit, 0)
+            rise = tl.exp2(r) - 1.0
+            square = rise * rise
+            r_top = tl.maximum(r_top, tl.max(r, 1))
+            known, factor, known_m, known_l, known_a1, known_a2, known_c_max, e1, known_m_wide, known_l_wide = fold(
+                w, unknown, clamped[None, :] | flagged, rise, ok, known_m, known_l, known_a1, known_a2, known_c_max, e1,
+                known_m_wide, known_l_wide, False, False, INTERPRET,
+            )  # fmt: skip
+            e2 = rescale(e2, factor.to(tl.float64)) + tl.sum(tl.where(ok, known * square, 0.0), 1).to(tl.float64)
+        z_row = tl.maximum(z_row, error)
+
+    none = tl.zeros((BLOCK_M,), tl.float32)
+    store_row(
+        Acc, Stats, split, slots, total, row, row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, none, z_row, norm, count,
+        DV, DVP,
+    )  # fmt: skip
+    if R > 0:
+        store_known(
+            Stats, split, slots, total, row, row_ok, known_m, known_l, known_a1, known_a2, known_c_max, e1, e2, r_top
+        )
+
+
+def decode_observatory(
+    q: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor | None,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    exact_pages: Tensor | None,
+    exact_k: Tensor,
+    exact_v: Tensor,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    *,
+    tensors: dict[str, Tensor],
+    causal: bool,
+    sm_scale: float,
+    cap: float,
+    window_left: int,
+    splits: int,
+    want_shares: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`witcert_kernels.triton_reader.decode_packed`, from the tensors of an observatory."""
+    check_device(q)
+    t, q = tensors, q.contiguous()
+    n, heads, d = q.shape
+    _, page_size, kv_heads, _ = t["k_hat"].shape
+    bands, r, d_v = t["witness"].shape[-1], t["sketch"].shape[-1], exact_v.shape[-1]
+    batch, max_pages = page_table.shape
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(n, heads, *shape, dtype=dtype, device=q.device)
+
+    norms, outside, a, a_error, a_round, bad = new(bands), new(bands), new(r), new(), new(), new(dtype=torch.int8)
+    _query_kernel[(triton.cdiv(n * (heads // kv_heads), ROWS), kv_heads)](
+        q, t["f"], t["u"], t["band_of_channel"], norms, outside, a, a_error, a_round, bad, n, *scale_parts(sm_scale),
+        HEADS=heads, KV=kv_heads, D=d, R=r, BANDS=bands, DELTA_WIDEN=rounding.DELTA_WIDEN,
+        UP=rounding.FLOAT_UP * (1 + (bands + 8) * rounding.U), ROUND=(r + 8) * rounding.U, BLOCK=ROWS, DP=padded(d, 16),
+        num_warps=4,
+    )  # fmt: skip
+    capacity = max_pages * page_size
+    cut = tiling(q, kv_heads, d_v, capacity, batch, qo_indptr, splits)
+    exact = k_new is not None or exact_pages is not None
+    slots = cut.splits * (2 if exact else 1)
+    acc = torch.empty(slots, n * heads, d_v, dtype=torch.float32, device=q.device)
+    fields = FIELDS + (KNOWN_FIELDS if r else 0)
+    stats = torch.empty(fields, slots, n * heads, dtype=torch.float64, device=q.device)
+
+    def given(x: Tensor | None) -> Tensor:
+        return q if x is None else x.contiguous()
+
+    if cut.programs:
+        _observatory_kernel[(cut.programs, kv_heads, cut.splits)](
+            q, cut.work, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages), given(bias), norms,
+            outside, a, a_error, a_round, bad, t["k_hat"], t["witness"], t["sketch"], t["sketch_scale"], t["v_hat"],
+            t["v_error"], t["v_norm"], acc, stats, n * heads, max_pages, 0 if bias is None else bias.shape[-1], window_left,
+            slots, sm_scale * LOG2E, cap * LOG2E, KV=kv_heads, PER_HEAD=heads // kv_heads, PAGE=page_size, D=d, DV=d_v, R=r,
+            BANDS=bands, CAUSAL=causal, WINDOW=window_left >= 0, CAP=cap != 0, RAGGED=qo_indptr is not None,
+            HAS_NEW=k_new is not None, HAS_EXACT=exact_pages is not None, BIAS=bias is not None, BLOCK_M=cut.block_m,
+            BLOCK_N=cut.block_n, DP=padded(d, 16), DVP=padded(d_v, 16), PRECISE=cut.precise, INTERPRET=INTERPRETED,
+            num_warps=cut.warps, num_stages=2,
+        )  # fmt: skip
+        if exact:
+            read_exact(
+                acc, stats, cut.splits, cut, q, bad, page_size, max_pages, seq_lens, qo_indptr, k_new, v_new, exact_pages,
+                exact_k, exact_v, bias, causal=causal, sm_scale=sm_scale, cap=cap, window_left=window_left,
+            )  # fmt: skip
+    outputs = merge(
+        acc, stats, None, bad, sinks, q, tokens=capacity + (0 if k_new is None else n), tile=cut.block_n, cap=cap,
+        weight_error=weight_error(q.dtype, True, 1), known_slots=cut.splits if r else 0,
+    )  # fmt: skip
+    return (*outputs, q.new_empty(batch, kv_heads, 0, dtype=torch.float32))
