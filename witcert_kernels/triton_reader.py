@@ -14,14 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from . import rounding
-from .triton_common import INTERPRETED, as_int32, check_device, dither_of, padded
+from .triton_common import as_int32, check_device, dither_of, padded
 from .triton_exact import read_exact
 from .triton_observatory import decode_observatory
-from .triton_query import LOG2E, packed_digits
+from .triton_query import packed_digits
 from .triton_state import FIELDS, fold, merge, softcap, weight_error
 from .triton_tiles import (
     ADD_ERROR,
     HALF_SCALE,
+    Read,
     U,
     attended,
     biased,
@@ -29,7 +30,6 @@ from .triton_tiles import (
     pool_tokens,
     span,
     store_row,
-    tiling,
 )
 
 __all__ = ["decode_observatory", "decode_packed"]
@@ -65,15 +65,15 @@ def _int8_to_half(x, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _load_digits(
-    Digits, row, row_ok, group, FIRST: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr,
-    DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, WP: tl.constexpr,
+    Digits, row, row_ok, group, start, FIRST: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr,
+    DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Some digits of a group's channels, int8 ``[COUNT * rows, WP]``, digit after digit, 0 for those that do not exist."""
+    """Some digits of WIDTH channels of a group, int8 ``[COUNT * rows, WIDTH]``, digit after digit, 0 where none are."""
     digit = FIRST + tl.arange(0, COUNT)[:, None, None]
-    within = tl.arange(0, WP)[None, None, :]
+    within = start + tl.arange(0, WIDTH)[None, None, :]
     at = (row[None, :, None] * DIGITS + digit) * D + group * (D // GROUPS) + within
     mask = row_ok[None, :, None] & (digit < DIGITS) & (within < D // GROUPS)
-    return tl.reshape(tl.load(Digits + at, mask=mask, other=0), (COUNT * BLOCK_M, WP))
+    return tl.reshape(tl.load(Digits + at, mask=mask, other=0), (COUNT * BLOCK_M, WIDTH))
 
 
 @triton.jit
@@ -106,23 +106,22 @@ def _digit_dot(
 
 @triton.jit
 def _dither_dot(
-    digits, high, middle, seed, layer, kv_head, token, base, group, STACK: tl.constexpr, PERIOD: tl.constexpr,
-    D: tl.constexpr, GROUPS: tl.constexpr, WP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DIGITS: tl.constexpr,
+    Digits, row, row_ok, seed, layer, kv_head, token, base, group, PERIOD: tl.constexpr, D: tl.constexpr,
+    GROUPS: tl.constexpr, WP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
     """Σ of the query's integers times ξ, ``[rows, 1]`` where a tile has one period, else ``[rows, tokens]``."""
-    if STACK:
-        integer = _combine(digits, 4, BLOCK_M, WP)
-    else:
-        integer = middle.to(tl.float32) * 256.0 + digits.to(tl.float32)
-        if DIGITS == 3:
-            integer += high.to(tl.float32) * 65536.0
-    channel = (group * (D // GROUPS) + tl.arange(0, WP))[None, :]
     if PERIOD % BLOCK_N == 0:
-        total = tl.sum(integer * dither_of(seed, layer, kv_head, base // PERIOD, channel), 1)[:, None]
+        digits = _load_digits(Digits, row, row_ok, group, 0, 0, 4, D, GROUPS, DIGITS, BLOCK_M, WP)
+        channel = (group * (D // GROUPS) + tl.arange(0, WP))[None, :]
+        xi = dither_of(seed, layer, kv_head, base // PERIOD, channel)
+        total = tl.sum(_combine(digits, 4, BLOCK_M, WP) * xi, 1)[:, None]
     else:
-        xi = dither_of(seed, layer, kv_head, (token // PERIOD)[:, None], channel)
-        total = tl.dot(integer, tl.trans(xi), input_precision="ieee")
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, D // GROUPS, 32):  # products in float32 keep their whole depth in registers
+            digits = _load_digits(Digits, row, row_ok, group, start, 0, 4, D, GROUPS, DIGITS, BLOCK_M, 32)
+            channel = (group * (D // GROUPS) + start + tl.arange(0, 32))[None, :]
+            xi = dither_of(seed, layer, kv_head, (token // PERIOD)[:, None], channel)
+            total = tl.dot(_combine(digits, 4, BLOCK_M, 32), tl.trans(xi), total, input_precision="ieee")
     return total
 
 
@@ -153,7 +152,7 @@ def _packed_kernel(
     Q, Work, Indptr, PageTable, SeqLens, ExactSlots, Bias,
     Digits, Unit, Sketch, Half, Fixed, Dot, Witness, RadiusSquare, RadiusBias, Kept, Shift, BandShare,
     KCodes, KScale, SketchCodes, WitnessCodes, Bypass, VCodes, VScale, VNorm, Acc, Stats,
-    total, max_pages, bias_tokens, window_left, slots, cap, log_term, seed, layer,
+    total, max_pages, bias_tokens, window_left, slots, scale, cap, log_term, seed, layer,
     KV: tl.constexpr, PER_HEAD: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_V: tl.constexpr, R: tl.constexpr, BANDS: tl.constexpr, KEPT: tl.constexpr,
     PERIOD: tl.constexpr, RADIUS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
@@ -165,9 +164,7 @@ def _packed_kernel(
     sequence, _, _, length, row, row_ok, position, lowest, highest = span(
         Work, Indptr, SeqLens, kv_head, KV, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW
     )
-    begin, first, stop = pool_tokens(
-        length, lowest, highest, split, splits, window_left, PAGE, BLOCK_N, CAUSAL, WINDOW
-    )
+    begin, first, stop = pool_tokens(length, lowest, highest, split, splits, window_left, PAGE, BLOCK_N, CAUSAL, WINDOW)
     ROWWISE: tl.constexpr = RAGGED and (CAUSAL or WINDOW)
     STACK: tl.constexpr = BLOCK_M < 16
     TOKENWISE: tl.constexpr = GROUPS > 1 or KEPT > 0  # rounding is then not one number times a token's step
@@ -193,9 +190,9 @@ def _packed_kernel(
         shift = tl.load(Shift + row, mask=row_ok, other=0.0).to(tl.float32)
         z_shift = tl.abs(shift) * ADD_ERROR
     if GROUPS == 1:
-        digits = _load_digits(Digits, row, row_ok, 0, 0, 4 if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
-        middle = _load_digits(Digits, row, row_ok, 0, 1, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
-        high = _load_digits(Digits, row, row_ok, 0, 2, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+        digits = _load_digits(Digits, row, row_ok, 0, 0, 0, 4 if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+        middle = _load_digits(Digits, row, row_ok, 0, 0, 1, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+        high = _load_digits(Digits, row, row_ok, 0, 0, 2, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
         half_row = tl.load(Half + row, mask=row_ok, other=0.0)
         fixed_row = tl.load(Fixed + row, mask=row_ok, other=0.0)
         dot_row = tl.load(Dot + row, mask=row_ok, other=0.0)
@@ -232,9 +229,11 @@ def _packed_kernel(
             k = tl.load(KCodes + at, mask=here[:, None] & (within < D // GROUPS)[None, :], other=0)
             at = row * GROUPS + group
             if GROUPS > 1:
-                digits = _load_digits(Digits, row, row_ok, group, 0, 4 if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
-                middle = _load_digits(Digits, row, row_ok, group, 1, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
-                high = _load_digits(Digits, row, row_ok, group, 2, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+                digits = _load_digits(
+                    Digits, row, row_ok, group, 0, 0, 4 if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP
+                )
+                middle = _load_digits(Digits, row, row_ok, group, 0, 1, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+                high = _load_digits(Digits, row, row_ok, group, 0, 2, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
                 half_row = tl.load(Half + at, mask=row_ok, other=0.0)
                 fixed_row = tl.load(Fixed + at, mask=row_ok, other=0.0)
                 dot_row = tl.load(Dot + at, mask=row_ok, other=0.0)
@@ -245,7 +244,7 @@ def _packed_kernel(
             x = _digit_dot(digits, high, middle, k, STACK, DIGITS, BLOCK_M, BLOCK_N)
             if PERIOD > 0:
                 x -= _dither_dot(
-                    digits, high, middle, seed, layer, kv_head, token, base, group, STACK, PERIOD, D, GROUPS, WP, BLOCK_M,
+                    Digits, row, row_ok, seed, layer, kv_head, token, base, group, PERIOD, D, GROUPS, WP, BLOCK_M,
                     BLOCK_N, DIGITS,
                 )  # fmt: skip
             x *= unit[:, None]
@@ -380,7 +379,9 @@ def decode_packed(
     splits: int,
     want_shares: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`witcert_kernels.certified_decode`. Returns out, lse, meter, eform, risk, value_error, compressed, shares.
+    """See :func:`witcert_kernels.certified_decode`.
+
+    Returns out, lse, meter, eform, risk, value_error, compressed and shares.
 
     Grids and scratch follow from shapes alone, so the host never waits and a CUDA graph can hold the call. No page's
     share is computed: shares are empty.
@@ -393,61 +394,48 @@ def decode_packed(
         ValueError: a CPU tensor without ``TRITON_INTERPRET=1``.
     """
     check_device(q)
-    t, q = tensors, q.contiguous()
-    n, heads, d = q.shape
-    _, page_size, kv_heads, _ = t["k_codes"].shape
-    groups, groups_v, d_v = t["k_scale"].shape[-1], t["v_scale"].shape[-1], exact_v.shape[-1]
-    r, bands, kept = t["sketch"].shape[-1], t["witness"].shape[-1], t["bypass"].shape[-1]
-    batch, max_pages = page_table.shape
-    with_radius = delta_local > 0
+    t = tensors
+    _, page_size, kv_heads, d = t["k_codes"].shape
+    read = Read(
+        q.contiguous(), page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, exact_k, exact_v, sinks, bias,
+        causal, sm_scale, cap, window_left, splits, page_size, kv_heads,
+    )  # fmt: skip
+    groups, groups_v, d_v = t["k_scale"].shape[-1], t["v_scale"].shape[-1], read.head_dim_v
+    bands = t["witness"].shape[-1]
     query = packed_digits(
-        q, t["mu"], t["f"], t["u"], t["bypass_channels"], t["band_of_channel"], bands, groups, sm_scale, DIGITS, with_radius
-    )
-    capacity = max_pages * page_size
-    cut = tiling(q, kv_heads, d_v, capacity, batch, qo_indptr, splits)
-    share = q
+        read.q, t["mu"], t["f"], t["u"], t["bypass_channels"], t["band_of_channel"], bands, groups, sm_scale, DIGITS,
+        delta_local > 0,
+    )  # fmt: skip
+    share = read.q
     if bands and groups > 1:
         of_group = torch.arange(d, device=q.device) // (d // groups)
         in_band = t["band_of_channel"] == torch.arange(bands, device=q.device)[:, None]
         in_group = of_group == torch.arange(groups, device=q.device)[:, None]
         share = in_band.to(torch.float32) @ in_group.to(torch.float32).T
     # centred and uncentred logits meet: the shift common to a row's centred ones must be in them
-    mixed = k_new is not None or sinks is not None or cap != 0 or exact_pages is not None
-    exact = k_new is not None or exact_pages is not None
-    slots = cut.splits * (2 if exact else 1)
-    acc = torch.empty(slots, n * heads, d_v, dtype=torch.float32, device=q.device)
-    stats = torch.empty(FIELDS, slots, n * heads, dtype=torch.float64, device=q.device)
-
-    def given(x: Tensor | None) -> Tensor:
-        return q if x is None else x.contiguous()
-
-    if cut.programs:
-        _packed_kernel[(cut.programs, kv_heads, cut.splits)](
-            q, cut.work, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages),
-            given(bias), query.digits, query.unit, query.sketch, query.half, query.fixed,
-            query.dot, query.witness, query.radius_square, query.radius_bias, query.kept, query.shift, share,
-            t["k_codes"], t["k_scale"], t["sketch"], t["witness"], t["bypass"], t["v_codes"], t["v_scale"], t["v_norm"],
-            acc, stats, n * heads, max_pages, 0 if bias is None else bias.shape[-1], window_left, slots,
-            cap * LOG2E, _log_term(delta_local), scalars["seed"], as_int32(scalars["layer"]),
-            KV=kv_heads, PER_HEAD=heads // kv_heads, PAGE=page_size, D=d, DV=d_v, GROUPS=groups, GROUPS_V=groups_v, R=r,
-            BANDS=bands, KEPT=kept, PERIOD=scalars["dither_period"] if scalars["dither"] else 0, RADIUS=with_radius,
-            CAUSAL=causal, WINDOW=window_left >= 0, CAP=cap != 0, RAGGED=qo_indptr is not None, HAS_NEW=k_new is not None,
-            HAS_EXACT=exact_pages is not None, BIAS=bias is not None, SHIFT=mixed, DIGITS=DIGITS, BLOCK_M=cut.block_m,
-            BLOCK_N=cut.block_n, WP=padded(d // groups, 32), DVP=padded(d_v, 16),
-            HALF_RHO=math.sqrt(d_v if groups_v == 1 else 1) / 2 * rounding.STEP_WIDEN * rounding.FLOAT_UP,
-            INTERPRET=INTERPRETED, num_warps=cut.warps, num_stages=3,
+    mixed = read.has_exact or sinks is not None or cap != 0
+    acc, stats = read.scratch(FIELDS)
+    if read.programs:
+        work, given = read.work(), read.given
+        _packed_kernel[read.grid](
+            read.q, work, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages), given(bias),
+            query.digits, query.unit, query.sketch, query.half, query.fixed, query.dot, query.witness,
+            query.radius_square, query.radius_bias, query.kept, query.shift, share, t["k_codes"], t["k_scale"],
+            t["sketch"], t["witness"], t["bypass"], t["v_codes"], t["v_scale"], t["v_norm"], acc, stats,
+            *read.scalars(len(acc)), _log_term(delta_local), scalars["seed"], as_int32(scalars["layer"]),
+            **read.constants(), GROUPS=groups, GROUPS_V=groups_v, R=t["sketch"].shape[-1], BANDS=bands,
+            KEPT=t["bypass"].shape[-1], PERIOD=scalars["dither_period"] if scalars["dither"] else 0,
+            RADIUS=delta_local > 0, SHIFT=mixed, DIGITS=DIGITS, WP=padded(d // groups, 32),
+            HALF_RHO=math.sqrt(d_v if groups_v == 1 else 1) / 2 * rounding.STEP_WIDEN * (1 + (d_v + 16) * rounding.U),
+            num_stages=3,
         )  # fmt: skip
-        if exact:
-            read_exact(
-                acc, stats, cut.splits, cut, q, query.bad, page_size, max_pages, seq_lens, qo_indptr, k_new, v_new,
-                exact_pages, exact_k, exact_v, bias, causal=causal, sm_scale=sm_scale, cap=cap, window_left=window_left,
-            )  # fmt: skip
+        if read.has_exact:
+            read_exact(read, work, query.bad, acc, stats)
     outputs = merge(
-        acc, stats, None if mixed else query.shift, query.bad, sinks, q,
-        tokens=capacity + (0 if k_new is None else n), tile=cut.block_n, cap=cap,
-        weight_error=weight_error(q.dtype, mixed, groups_v),
+        acc, stats, None if mixed else query.shift, query.bad, sinks, read.q, tokens=read.tokens, tile=read.block_n,
+        cap=cap, weight_error=weight_error(q.dtype, read.has_exact, groups_v),
     )  # fmt: skip
-    return (*outputs, q.new_empty(batch, kv_heads, 0, dtype=torch.float32))
+    return (*outputs, q.new_empty(len(page_table), kv_heads, 0, dtype=torch.float32))
 
 
 def _log_term(delta_local: float) -> float:

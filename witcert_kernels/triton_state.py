@@ -60,12 +60,12 @@ def fold(
     y, c, lost, rho, ok, m, l, a1, a2, c_max, rho_sum, m_wide, l_wide,  # noqa: E741
     EXACT: tl.constexpr, UNIFORM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile to the running sums. Returns the weights, the factor that brings older weights to the new maximum, and the
-    sums.
+    """Add a tile to the running sums.
 
-    y, c float32 ``[rows, tokens]`` in base 2, finite; lost (broadcasts) the tokens that are not finite; rho (broadcasts) what
-    is summed besides, Inf for a lost value; ok (broadcasts) the tokens that are attended. With EXACT c is 0 and not read.
-    With UNIFORM all rows attend to the same tokens, and c, lost and rho are 0 at the others.
+    y, c float32 ``[rows, tokens]`` in base 2, finite; the others broadcast to it: lost the tokens that are not finite,
+    rho what is summed besides, Inf for a lost value, ok the tokens that are attended. With EXACT c is 0 and not read.
+    With UNIFORM all rows attend to the same tokens, and c, lost and rho are 0 at the others. Returns the weights, the
+    factor that brings older weights to the new maximum, and the sums.
     """
     y = tl.where(ok, y, float("-inf"))
     newer = tl.maximum(m, tl.ceil(tl.max(y, 1)))
@@ -298,9 +298,7 @@ def _merge_kernel(
             known_a2 += tl.sum(rescale(_field(Stats, KNOWN_A2, split, read, splits, total, row, 0.0), weight), 0)
             e1 += tl.sum(rescale(_field(Stats, E1, split, read, splits, total, row, 0.0), weight), 0)
             e2 += tl.sum(rescale(_field(Stats, E2, split, read, splits, total, row, 0.0), weight), 0)
-            known_c = tl.maximum(
-                known_c, tl.max(_field(Stats, KNOWN_C_MAX, split, read, splits, total, row, 0.0), 0)
-            )
+            known_c = tl.maximum(known_c, tl.max(_field(Stats, KNOWN_C_MAX, split, read, splits, total, row, 0.0), 0))
             r_top = tl.maximum(r_top, tl.max(_field(Stats, R_TOP, split, read, splits, total, row, 0.0), 0))
         known_l = tl.where(known_l > 0, known_l, 1.0)
         trusted = (known_c < float("inf")) & (r_top < R_LIMIT) & (e2 < float("inf"))
@@ -314,9 +312,7 @@ def _merge_kernel(
         known_c = tl.where(trusted, known_c, 0.0) * (LN2 * UP) + zeta
         known_relative = relative + tl.where(known_c > WIDE, known_c * WIDE_ERROR, 0.0)
         largest = tl.exp(tl.minimum(known_c, WIDE))
-        rest, _ = _bound(
-            known_l, known_a1, known_a2, known_c, known_relative, floor * largest * largest / known_l
-        )
+        rest, _ = _bound(known_l, known_a1, known_a2, known_c, known_relative, floor * largest * largest / known_l)
         # r as it was read differs from the real one, and y − r from w, by a rounding error each
         two_part = (deviation + rest + _half_tanh(3.0 * zeta) + floor) * UP
         meter = tl.where(trusted & (mean > 0) & seen & (bad == 0), tl.minimum(meter, two_part), meter)
@@ -374,11 +370,12 @@ def merge(
         known_slots: slots with a second set of sums, the first ones; the others hold exact tokens.
     """
     (n, heads, _), (splits, _, d_v) = like.shape, acc.shape
-    f32 = [like.new_empty(n, heads, dtype=torch.float32) for _ in range(5)]
+    lse, meter, eform, risk, error = (like.new_empty(n, heads, dtype=torch.float32) for _ in range(5))
     out, compressed = like.new_empty(n, heads, d_v), like.new_empty(n, heads, dtype=torch.int32)
     if n:
         _merge_kernel[(n * heads,)](
-            acc, stats, bad if shift is None else shift, bad, bad if sinks is None else sinks, out, *f32, compressed,
+            acc, stats, bad if shift is None else shift, bad, bad if sinks is None else sinks, out, lse, meter,
+            eform, risk, error, compressed,
             n * heads, splits, known_slots, float(tokens), (tile + 8) * rounding.U,
             rounding.TRITON_EXP_ERROR + cap * rounding.TRITON_TANH_ERROR,
             weight_error + (2 * tile + 2 * tokens / tile + 16) * rounding.U, torch.finfo(like.dtype).eps,
@@ -389,7 +386,7 @@ def merge(
             UNDERFLOW=rounding.TRITON_UNDERFLOW, WIDE=rounding.WIDE, WIDE_ERROR=rounding.WIDE_ERROR,
             UP=rounding.FLOAT_UP, LN2=math.log(2), LOG2E=math.log2(math.e), num_warps=1 if d_v <= 128 else 4,
         )  # fmt: skip
-    return (out, *f32, compressed)
+    return out, lse, meter, eform, risk, error, compressed
 
 
 def weight_error(dtype: torch.dtype, exact: bool, groups_v: int) -> float:

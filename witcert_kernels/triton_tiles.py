@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import rounding
-from .triton_common import padded
+from .triton_common import INTERPRETED, padded
 from .triton_state import (
     A1,
     A2,
@@ -91,9 +91,7 @@ def pool_tokens(
 
 
 @triton.jit
-def attended(
-    token, here, position, window_left, ROWWISE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
-):
+def attended(token, here, position, window_left, ROWWISE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Who attends to tokens at some positions, ``[rows, tokens]``, or ``[1, tokens]`` where all rows see the same."""
     ok = here[None, :]
     if ROWWISE:
@@ -123,7 +121,7 @@ def not_finite(x):
 def dot_error(q, scale, D: tl.constexpr):
     """What, times a key's norm, bounds the rounding of its logit; q ``[rows, DP]``."""
     wide = q.to(tl.float32)
-    return tl.sqrt_rn(tl.sum(wide * wide, 1)) * (scale * (D * DOT_ERROR + 16 * U))
+    return tl.sqrt_rn(tl.sum(wide * wide, 1)) * (scale * (D * (U if q.dtype == tl.float32 else DOT_ERROR) + 16 * U))
 
 
 @triton.jit
@@ -131,11 +129,14 @@ def key_logits(
     K, k_at, here, ok, Q, q, q_ok, row, q_error, scale, D: tl.constexpr, DP: tl.constexpr, PRECISE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Logits in base 2 of the keys at ``K + k_at``, int64 ``[tokens]``, the bound of their rounding ``[rows]``, and which
-    keys are not finite; those count as zeros. ``q`` ``[rows, DP]`` is 0 where not ``q_ok``; PRECISE sums in float64.
+    """Logits in base 2 of the keys at ``K + k_at``, int64 ``[tokens]``, the bound of their rounding ``[rows]``, and
+    which keys are not finite; those count as zeros. ``q`` ``[rows, DP]`` is 0 where not ``q_ok``. PRECISE sums in
+    float64.
     """
     channel = tl.arange(0, DP)
-    k = tl.load(K + k_at[:, None] + channel[None, :], mask=here[:, None] & (channel < D)[None, :], other=0.0).to(tl.float32)
+    k = tl.load(K + k_at[:, None] + channel[None, :], mask=here[:, None] & (channel < D)[None, :], other=0.0).to(
+        tl.float32
+    )
     lost = not_finite(k)
     k = tl.where(lost[:, None], 0.0, k)
     if PRECISE:
@@ -146,11 +147,21 @@ def key_logits(
             exact += q_j[:, None] * k_j[None, :]
         y = exact.to(tl.float32) * scale
         error = tl.max(tl.where(ok, tl.abs(y), 0.0), 1) * (4 * U)
+    elif q.dtype == tl.float32:
+        y = tl.zeros((q.shape[0], k_at.shape[0]), tl.float32)
+        for start in range(0, D, 32):  # products in float32 keep their whole depth in registers
+            part = start + tl.arange(0, 32)
+            q_part = tl.load(Q + row[:, None] * D + part[None, :], mask=q_ok[:, None] & (part < D)[None, :], other=0.0)
+            at = K + k_at[:, None] + part[None, :]
+            k_part = tl.load(at, mask=(here & (lost == 0))[:, None] & (part < D)[None, :], other=0.0).to(tl.float32)
+            y = tl.dot(q_part, tl.trans(k_part), y, input_precision="ieee")
+        y *= scale
+        error = q_error * tl.sqrt_rn(tl.max(tl.sum(k * k, 1), 0))
     else:
         if INTERPRET:
             y = tl.dot(q.to(tl.float32), tl.trans(k), input_precision="ieee") * scale
         else:
-            y = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+            y = tl.dot(q, tl.trans(k.to(q.dtype))) * scale
         error = q_error * tl.sqrt_rn(tl.max(tl.sum(k * k, 1), 0))
     return y, error, lost
 
@@ -169,8 +180,8 @@ def weighted_values(p, v, stored, q, INTERPRET: tl.constexpr):
 
 @triton.jit
 def store_row(
-    Acc, Stats, slot, slots, total, row, row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_max, z_row, norm, count,  # noqa: E741
-    DV: tl.constexpr, DVP: tl.constexpr,
+    Acc, Stats, slot, slots, total, row, row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_max, z_row,  # noqa: E741
+    norm, count, DV: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
     """Leave sums in a slot for :func:`witcert_kernels.triton_state.merge`; norm ``[tokens]``, the rest a row each."""
     at = Stats + slot.to(tl.int64) * total + row
@@ -209,60 +220,155 @@ def store_known(Stats, slot, slots, total, row, row_ok, m, l, a1, a2, c_max, e1,
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """How a call is cut: rows and tokens a tile, splits, and the row tiles of a ragged batch.
+class Read:
+    """A decode's arguments, see :func:`witcert_kernels.certified_decode`, and how kernels cut it, from shapes alone.
 
-    work int32 ``[programs, 2]``: sequence (−1 for none) and first flat row of a program, empty unless ragged; precise:
-    whether rows are so few that exact keys are read in float64.
+    q ``[rows, heads, d]`` is contiguous. ``wanted_splits`` below 1: as many as give every multiprocessor two programs.
     """
 
-    block_m: int
-    block_n: int
-    splits: int
+    q: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+    qo_indptr: Tensor | None
+    k_new: Tensor | None
+    v_new: Tensor | None
+    exact_pages: Tensor | None
+    exact_k: Tensor
+    exact_v: Tensor
+    sinks: Tensor | None
+    bias: Tensor | None
+    causal: bool
+    sm_scale: float
+    cap: float
+    window_left: int
+    wanted_splits: int
+    page_size: int
     kv_heads: int
-    programs: int
-    work: Tensor
-    precise: bool
 
     @property
-    def warps(self) -> int:
-        """Warps a program."""
-        return 4 if self.block_m <= 32 else 8
+    def per_head(self) -> int:
+        """Query heads a kv head."""
+        return self.q.shape[1] // self.kv_heads
 
+    @property
+    def head_dim_v(self) -> int:
+        """Channels of a value."""
+        return self.exact_v.shape[-1]
 
-def tiling(
-    q: Tensor, kv_heads: int, d_v: int, capacity: int, batch: int, qo_indptr: Tensor | None, splits: int
-) -> Tiling:
-    """Cut queries ``[rows, heads, d]`` over stores of at most ``capacity`` tokens, from shapes alone.
+    @property
+    def capacity(self) -> int:
+        """Most tokens that a sequence has in the pool."""
+        return self.page_table.shape[1] * self.page_size
 
-    ``splits`` < 1 chooses enough for every multiprocessor to have two programs.
-    """
-    n, heads, d = q.shape
-    per_head = heads // kv_heads
-    widest = max(padded(d, 32), padded(d_v, 32))
-    block_n = 64 if widest <= 128 else 32 if widest <= 256 else 16
-    most = per_head if qo_indptr is None else n * per_head
-    block_m = min(padded(most, 1), 32 if widest <= 128 else 16)
-    if qo_indptr is None:
-        programs, work = n * triton.cdiv(per_head, block_m), q.new_empty(0, 2, dtype=torch.int32)
-    else:
-        programs = n * per_head // block_m + batch
-        work = _row_tiles(qo_indptr, per_head, block_m, programs)
-    blocks = max(1, triton.cdiv(capacity, block_n))
-    if splits < 1:
-        count = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-        splits = min(2 * count // max(programs * kv_heads, 1), triton.cdiv(blocks, 4))
-    precise = qo_indptr is None or most <= 16
-    return Tiling(block_m, block_n, max(1, min(splits, blocks)), kv_heads, programs, work, precise)
+    @property
+    def tokens(self) -> int:
+        """Most tokens that a row can attend to."""
+        return self.capacity + (0 if self.k_new is None else len(self.q))
 
+    @property
+    def has_exact(self) -> bool:
+        """Whether exact tokens may be among those attended, in slots of their own after the pool's."""
+        return self.k_new is not None or self.exact_pages is not None
 
-def _row_tiles(qo_indptr: Tensor, per_head: int, block_m: int, programs: int) -> Tensor:
-    """Sequence and first flat row of every program, ``[programs, 2]``, without waiting for the device."""
-    tiles = (qo_indptr.diff() * per_head + block_m - 1) // block_m
-    ends = tiles.cumsum(0)
-    program = torch.arange(programs, device=qo_indptr.device)
-    sequence = torch.searchsorted(ends, program, right=True)
-    used = sequence < len(tiles)
-    sequence = sequence.clamp_max(len(tiles) - 1)
-    first = (program - (ends - tiles)[sequence]) * block_m
-    return torch.stack([torch.where(used, sequence, -1), first], dim=1).to(torch.int32)
+    @property
+    def flat_rows(self) -> int:
+        """Query rows times heads a kv head that a sequence can have."""
+        return self.per_head * (1 if self.qo_indptr is None else len(self.q))
+
+    @property
+    def _widest(self) -> int:
+        return max(padded(self.q.shape[-1], 32), padded(self.head_dim_v, 32))
+
+    @property
+    def block_m(self) -> int:
+        """Rows a tile."""
+        return min(padded(self.flat_rows, 1), 32 if self._widest <= 128 else 16)
+
+    @property
+    def block_n(self) -> int:
+        """Tokens a tile."""
+        return 64 if self._widest <= 128 else 32 if self._widest <= 256 else 16
+
+    @property
+    def programs(self) -> int:
+        """Row tiles of the batch; a few more than there are where it is ragged."""
+        if self.qo_indptr is None:
+            return len(self.q) * triton.cdiv(self.per_head, self.block_m)
+        return self.flat_rows // self.block_m + len(self.page_table)
+
+    @property
+    def splits(self) -> int:
+        """Splits of the pool's tokens, and as many of the exact ones."""
+        blocks = max(1, triton.cdiv(self.capacity, self.block_n))
+        splits = self.wanted_splits
+        if splits < 1:
+            device = self.q.device
+            cores = torch.cuda.get_device_properties(device).multi_processor_count if self.q.is_cuda else 1
+            splits = min(2 * cores // max(self.programs * self.kv_heads, 1), triton.cdiv(blocks, 4))
+        return max(1, min(splits, blocks))
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Programs of a kernel that reads tokens."""
+        return self.programs, self.kv_heads, self.splits
+
+    def given(self, tensor: Tensor | None) -> Tensor:
+        """A tensor for a kernel's pointer, any one where there is none."""
+        return self.q if tensor is None else tensor.contiguous()
+
+    def work(self) -> Tensor:
+        """Sequence (−1 for none) and first flat row of every program of a ragged batch, int32 ``[programs, 2]``."""
+        if self.qo_indptr is None:
+            return self.q
+        tiles = (self.qo_indptr.diff() * self.per_head + self.block_m - 1) // self.block_m
+        ends = tiles.cumsum(0)
+        program = torch.arange(self.programs, device=self.q.device)
+        sequence = torch.searchsorted(ends, program, right=True)
+        used = sequence < len(tiles)
+        sequence = sequence.clamp_max(len(tiles) - 1)
+        first = (program - (ends - tiles)[sequence]) * self.block_m
+        return torch.stack([torch.where(used, sequence, -1), first], dim=1).to(torch.int32)
+
+    def scratch(self, fields: int) -> tuple[Tensor, Tensor]:
+        """Room for what the splits leave, see :mod:`witcert_kernels.triton_state`."""
+        slots, rows = self.splits * (2 if self.has_exact else 1), self.q.shape[0] * self.q.shape[1]
+        acc = torch.empty(slots, rows, self.head_dim_v, dtype=torch.float32, device=self.q.device)
+        return acc, torch.empty(fields, slots, rows, dtype=torch.float64, device=self.q.device)
+
+    def scalars(self, slots: int) -> tuple[int, int, int, int, int, float, float]:
+        """What the kernels take as ``total, max_pages, bias_tokens, window_left, slots, scale, cap``."""
+        return (
+            self.q.shape[0] * self.q.shape[1],
+            self.page_table.shape[1],
+            0 if self.bias is None else self.bias.shape[-1],
+            self.window_left,
+            slots,
+            self.sm_scale * LOG2E.value,
+            self.cap * LOG2E.value,
+        )
+
+    def constants(self) -> dict[str, int | bool]:
+        """Compile-time arguments that all kernels which read tokens share."""
+        return {
+            "KV": self.kv_heads,
+            "PER_HEAD": self.per_head,
+            "PAGE": self.page_size,
+            "D": self.q.shape[-1],
+            "DV": self.head_dim_v,
+            "CAUSAL": self.causal,
+            "WINDOW": self.window_left >= 0,
+            "CAP": self.cap != 0,
+            "RAGGED": self.qo_indptr is not None,
+            "HAS_NEW": self.k_new is not None,
+            "HAS_EXACT": self.exact_pages is not None,
+            "BIAS": self.bias is not None,
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "DVP": padded(self.head_dim_v, 16),
+            "INTERPRET": INTERPRETED,
+            "num_warps": 4 if self.block_m <= 16 else 8,
+        }
+
+    def precision(self) -> dict[str, int | bool]:
+        """Compile-time arguments of kernels that multiply keys as they are: few rows do it in float64."""
+        return {"DP": padded(self.q.shape[-1], 16), "PRECISE": self.qo_indptr is None or self.flat_rows <= 64}

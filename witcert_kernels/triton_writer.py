@@ -186,12 +186,12 @@ def write_packed(
     if n == 0:
         return
     # a warp a token, and enough tokens a program to fill one
-    tokens = TOKENS if max(d, d_v) <= 256 else 1
+    tokens = TOKENS if max(d, d_v) <= 256 or INTERPRETED else 1
     _write_kernel[(triton.cdiv(n, tokens), kv_heads)](
         k.contiguous(), v.contiguous(), slots.contiguous(), positions.contiguous(), k_codes, k_scale, sketch, witness,
         bypass, v_codes, v_scale, v_norm, mu, f, u, bypass_channels, band_of_channel, n, seed,
-        as_int32(layer), PERIOD=dither_period, KV=kv_heads, PAGE=k_codes.shape[1], D=d, DV=d_v, GROUPS=groups, GROUPS_V=groups_v,
-        R=sketch.shape[-1], BANDS=witness.shape[-1], KEPT=bypass.shape[-1], DITHER=dither_on, TOKENS=tokens,
-        GP=padded(groups, 1), WP=padded(d // groups, 1), GVP=padded(groups_v, 1), WVP=padded(d_v // groups_v, 1),
-        WIDEN_HALF=rounding.STEP_WIDEN / 2, FLOAT_UP=rounding.FLOAT_UP, num_warps=4,
+        as_int32(layer), PERIOD=dither_period, KV=kv_heads, PAGE=k_codes.shape[1], D=d, DV=d_v, GROUPS=groups,
+        GROUPS_V=groups_v, R=sketch.shape[-1], BANDS=witness.shape[-1], KEPT=bypass.shape[-1], DITHER=dither_on,
+        TOKENS=tokens, GP=padded(groups, 1), WP=padded(d // groups, 1), GVP=padded(groups_v, 1),
+        WVP=padded(d_v // groups_v, 1), WIDEN_HALF=rounding.STEP_WIDEN / 2, FLOAT_UP=rounding.FLOAT_UP, num_warps=4,
     )  # fmt: skip

@@ -156,7 +156,7 @@ def certify_tier_b(
     u: ArrayLike | None = None,
     codes: ArrayLike | None = None,
 ) -> Certificate:
-    """Tier B: dithered keys k_hat [tokens, d], steps broadcastable to them; a sketch u [r, d] with its codes or none.
+    """Tier B: dithered keys k_hat [tokens, d], steps [tokens, d or 1]; a sketch u [r, d] with its codes, or none.
 
     Holds with probability at least 1 - delta_local, for queries that do not depend on the dither.
     """

@@ -31,7 +31,7 @@ def radius(q: ArrayLike, scale: ArrayLike, sm_scale: float, tokens: int, delta_l
     """sm_scale (√(2L Σ_j q_j² s_{t,j}²/12) + Σ_j |q_j| s_{t,j}/(2·grid)), L = log(2·tokens/delta_local).
 
     With probability at least 1 - delta_local over the dither, no token's logit errs by more. q [d] (what a sketch
-    leaves of it with a sketch), scale: the steps, broadcastable to [tokens, d]; returns [tokens], +Inf where a step
+    leaves of it with a sketch), scale the steps, [tokens, d] or [tokens, 1]; returns [tokens], +Inf where a step
     is. Raises ValueError for negative steps or sm_scale, counts below 1, or a delta_local outside (0, 1].
     """
     query, step, factor = floats("q", q), nonnegative("scale", scale, finite=False), scalar("sm_scale", sm_scale, 0)

@@ -12,7 +12,7 @@ from witcert_ref.spec import implements
 def byte_unit(
     steps: ArrayLike, head_dim: int, n_bands: int, layout: RopeLayout, rotary_dim: int | None = None
 ) -> Array:
-    """√(Σ_{j in band} s_j²) / 508 for steps broadcastable to [tokens, d] -> [tokens, n_bands].
+    """√(Σ_{j in band} s_j²) / 508 for steps [tokens, d] or [tokens, 1] -> [tokens, n_bands].
 
     Code 254 is the norm of a residual of half a step in every channel; a step that is +Inf makes its unit +Inf.
     """

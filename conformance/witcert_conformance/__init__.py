@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _HOMES = {
     **dict.fromkeys(
         (
-            "CAPABILITIES", "Account", "Adapter", "Budget", "Calibration", "Counts", "Decoded", "Gated", "Info", "Layout",
-            "Observed", "Read", "Stored", "load",
+            "CAPABILITIES", "Account", "Adapter", "Budget", "Calibration", "Counts", "Decoded", "Gated", "Info",
+            "Layout", "Observed", "Read", "Stored", "load",
         ),
         "adapter",
     ),

@@ -138,6 +138,10 @@ class Layout:
         return np.concatenate([rotated, np.arange(rotary, self.head_dim).reshape(-1, 2)])
 
 
+PLAIN = Layout()
+"""One kv head, four channels, a scale a token."""
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Equaliser, sketch directions, bypass pairs of a layer.
@@ -204,10 +208,10 @@ class Read:
     """Arguments of a decode, FlashInfer's names and layouts.
 
     q ``[rows, heads, head_dim]``; page_table ``[batch, max_pages]``; seq_lens ``[batch]``, tokens read from the pool;
-    qo_indptr ``[batch + 1]`` (None: one row a sequence); k_new, v_new ``[rows, kv_heads, …]`` the rows' own chunk, exact,
-    behind the pool's tokens (None: the rows are the last ones of the pool); exact_pages ``[batch, kv_heads, max_pages]``,
-    -1 or a slot from ``page_in``; sinks ``[heads]``; a row at position p attends from p - window_left (< 0: no window);
-    bias ``[rows, heads, tokens]``.
+    qo_indptr ``[batch + 1]`` (None: one row a sequence); k_new, v_new ``[rows, kv_heads, …]`` the rows' own chunk,
+    exact, behind the pool's tokens (None: the rows are the last ones of the pool); exact_pages ``[batch, kv_heads,
+    max_pages]``, -1 or a slot from ``page_in``; sinks ``[heads]``; a row at position p attends from
+    p - window_left (< 0: no window); bias ``[rows, heads, tokens]``.
     """
 
     q: Array
@@ -231,8 +235,8 @@ class Read:
 class Decoded:
     """What a decode reports. out ``[rows, heads, head_dim_v]``, the others ``[rows, heads]``.
 
-    ``lse`` natural log, of the true logits. ``eform`` and ``risk`` with the group ``risk``, ``value_error`` with its own.
-    ``guarantee``: ``"any_query"`` or ``"fixed_trajectory"``.
+    ``lse`` natural log, of the true logits. ``eform`` and ``risk`` with the group ``risk``, ``value_error`` with its
+    own. ``guarantee``: ``"any_query"`` or ``"fixed_trajectory"``.
     """
 
     out: Array

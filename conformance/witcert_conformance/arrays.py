@@ -9,8 +9,8 @@ import numpy as np
 from .adapter import Array, Dtype
 
 KEYS = (
-    "normal", "edge", "outlier", "massive", "constant", "equal", "nearly_equal", "one_huge", "zeros", "tiny", "subnormal",
-    "large", "signs",
+    "normal", "edge", "outlier", "massive", "constant", "equal", "nearly_equal", "one_huge", "zeros", "tiny",
+    "subnormal", "large", "signs",
 )  # fmt: skip
 QUERIES = ("normal", "after", "one_hot", "signs", "peaked", "along_u", "zero", "tiny", "one_head")
 VALUES = ("normal", "edge", "zeros", "large", "equal", "tiny")

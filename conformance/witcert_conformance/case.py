@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from . import arrays
-from .adapter import Adapter, Array, Budget, Calibration, Decoded, Info, Ints, Layout, Read, Store
+from .adapter import PLAIN, Adapter, Array, Budget, Calibration, Decoded, Info, Ints, Layout, Read, Store
 
 
 def terse(x: Any) -> str:
@@ -25,13 +25,13 @@ def terse(x: Any) -> str:
 class Case:
     """Recipe of a store and one read of it. Arrays follow from ``seed``; see :mod:`witcert_conformance.arrays`.
 
-    lengths: tokens a sequence in the pool; rows: query rows a sequence (None: one each); chunk: the rows bring their own
-    exact keys; group_heads: query heads a kv head; equalised: a calibration with shifted, scaled channels;
-    repaired: share of the pages that are exact; written: tokens a call to ``quantize``; shuffled: pages in random order;
-    masked: some entries of the bias are -Inf, in one row all; scale: of the queries.
+    lengths: tokens a sequence in the pool; rows: query rows a sequence (None: one each); chunk: the rows bring their
+    own exact keys; group_heads: query heads a kv head; equalised: a calibration with shifted, scaled channels;
+    repaired: share of the pages that are exact; written: tokens a call to ``quantize``; shuffled: pages in random
+    order; masked: some entries of the bias are -Inf, in one row all; scale: of the queries.
     """
 
-    layout: Layout = Layout()
+    layout: Layout = PLAIN
     lengths: tuple[int, ...] = (1,)
     group_heads: int = 1
     keys: str = "normal"

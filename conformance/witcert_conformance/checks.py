@@ -62,12 +62,12 @@ def meter_covers_worst_case(block: Block, decoded: Decoded) -> None:
         bound = exact.worst_case_mp(p_r, block.bounds_mp(r))
         require(
             MP.mpf(float(got[r])) >= bound,
-            f"meter: got {got[r]!r} at {where(block, r)}, but some error within c moves attention by {MP.nstr(bound, 12)}",
+            f"meter: got {got[r]!r} at {where(block, r)}, but errors within c move attention by {MP.nstr(bound, 9)}",
         )
 
 
 def meter_covers_true_keys(block: Block, decoded: Decoded) -> None:
-    """Reported meter ≥ the total variation that the stored keys really caused; for any query, hence not for the radius."""
+    """Reported meter ≥ the total variation that the stored keys really caused; not for the radius, which may fail."""
     if decoded.guarantee != "any_query":
         return
     got = cell(block, decoded.meter, "meter")
@@ -175,7 +175,7 @@ def value_error_covers(block: Block, decoded: Decoded) -> None:
                 exact_off = _output_error_mp(block, r, out[r])
                 require(
                     MP.mpf(float(got[r])) >= exact_off,
-                    f"value_error: got {got[r]!r} at {where(block, r)}, but the output is off by {MP.nstr(exact_off, 12)}",
+                    f"value_error: got {got[r]!r} at {where(block, r)}, but out is off by {MP.nstr(exact_off, 12)}",
                 )
 
 

@@ -1,4 +1,4 @@
-"""The suite's own arithmetic: exact dyadic rationals, bounds in mpmath, and the same bounds in float64 for many cells."""
+"""The suite's own arithmetic: exact dyadic rationals, bounds in mpmath, the same bounds in float64 for many cells."""
 
 from __future__ import annotations
 
@@ -136,30 +136,44 @@ def meter_mp(p: Sequence[mpf], c: Sequence[mpf]) -> mpf:
 def worst_case_mp(p: Sequence[mpf], c: Sequence[mpf]) -> mpf:
     """The largest total variation over |ε| ≤ c where tokens may be split; every meter must be at least this.
 
-    A prefix of the tokens by falling c, one of them in part: with X = Σ p e^c on it and B = Σ p e^(−c) off it the gain is
-    X/(X + B) less the mass of the prefix; in the part m of the next token it is concave, largest at X + B = √N.
+    A prefix S of the tokens by falling c, one of them in part: with X = Σ_S p e^c and B the sum of p e^(−c) off S the
+    gain is X/(X + B) less the mass of S; in the part of the next token it is concave, largest at
+    X + B = √(e^c B + e^(−c) X).
+    No 1 is ever subtracted from an e^c, so tiny bounds keep their digits.
     """
     order = sorted(range(len(p)), key=lambda t: -c[t])
-    best = a = x = MP.zero
-    below = sum((p[t] * MP.exp(-c[t]) for t in order), MP.zero)
-    for t in order:
-        up, down = MP.exp(c[t]), MP.exp(-c[t])
-        if c[t] > 0:
-            part = (MP.sqrt(up * below + down * x) - x - below) / (up - down)
+    rest = [(MP.zero, MP.zero, MP.zero)]  # of the tokens from each one on: mass, Σ p (1 − e^(−c)), Σ p e^(−c)
+    for t in reversed(order):
+        b, down, below = rest[-1]
+        rest.append((b + p[t], down - p[t] * MP.expm1(-c[t]), below + p[t] * MP.exp(-c[t])))
+    best = a = up = MP.zero
+    for t, (b, down, below) in zip(order, reversed(rest), strict=False):
+        best = max(best, _gain(a, b, up, down, below))
+        if c[t] > 0 and p[t] > 0:
+            rise, fall, x = MP.expm1(c[t]), -MP.expm1(-c[t]), a + up
+            root = MP.sqrt(below * (1 + rise) + x * (1 - fall))
+            if c[t] < 1:
+                s = x + below
+                part = (below * rise - x * fall - s * (up - down)) / ((root + s) * (rise + fall))
+            else:
+                part = (root - x - below) / (rise + fall)
             part = min(max(part, MP.zero), p[t])
-            inside = x + part * up
-            total = inside + below - part * down
-            best = max(best, inside / total - a - part)
-        a, x, below = a + p[t], x + p[t] * up, max(below - p[t] * down, MP.zero)
-        if x + below > 0:
-            best = max(best, x / (x + below) - a)
-    return best
+            left = max(below - part * (1 - fall), MP.zero)
+            best = max(best, _gain(a + part, b - part, up + part * rise, down - part * fall, left))
+        a, up = a + p[t], up + p[t] * MP.expm1(c[t])
+    return min(best, MP.one)  # the masses add up to 1 only to the last digit
+
+
+def _gain(a: mpf, b: mpf, up: mpf, down: mpf, below: mpf) -> mpf:
+    """X/(X + B) − a for X = a + up, B = below = b − down."""
+    total = a + up + below
+    return (b * up + a * down) / total if total > 0 else MP.zero
 
 
 def worst_box_mp(y: Sequence[mpf], low: Sequence[mpf], high: Sequence[mpf]) -> mpf:
     """A total variation that some logits x with low ≤ x ≤ high attain against softmax(y).
 
-    The best over prefixes by falling (high − low), by falling (high − y) and by falling (y − low), and their complements.
+    The best over prefixes by falling (high − low), (high − y) and (y − low), and over their complements.
     """
     p = softmax_mp(y)
     n = range(len(p))
@@ -211,18 +225,17 @@ def worst_case(p: Array, c: Array) -> Array:
     """:func:`worst_case_mp` for many cells, c below :data:`C_LARGE`."""
     order = np.argsort(-c, -1)
     q, e = np.take_along_axis(p, order, -1), np.minimum(np.take_along_axis(c, order, -1), C_LARGE)
-    grow, shrink = np.exp(e), np.exp(-e)
-    rise, fall = q * np.expm1(e), -q * np.expm1(-e)
-    a, up = _before(q), _before(rise)
-    rest = np.flip(np.cumsum(np.flip(q, -1), -1), -1)
-    down = np.flip(np.cumsum(np.flip(fall, -1), -1), -1)
-    x, below = a + up, rest - down
-    with np.errstate(divide="ignore", invalid="ignore"):
-        part = (np.sqrt(np.maximum(grow * below + shrink * x, 0)) - x - below) / (grow - shrink)
+    rise, fall = np.expm1(e), -np.expm1(-e)
+    a, up = _before(q), _before(q * rise)
+    b, down, below = (np.flip(np.cumsum(np.flip(x, -1), -1), -1) for x in (q, q * fall, q * np.exp(-e)))
+    x = a + up
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        root = np.sqrt(below * (1 + rise) + x * np.exp(-e))
+        near = (below * rise - x * fall - (x + below) * (up - down)) / (root + x + below)
+        part = np.where(e < 1, near, root - x - below) / (rise + fall)
     part = np.clip(np.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0), 0, q)
-    up = up + part * np.expm1(e)
-    down = np.maximum(down + part * np.expm1(-e), 0)
-    a, b = a + part, np.maximum(rest - part, 0)
+    a, b, below = a + part, np.maximum(b - part, 0), np.maximum(below - part * np.exp(-e), 0)
+    up, down = up + part * rise, np.maximum(down - part * fall, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        gain = (b * up + a * down) / (a + up + b - down)
+        gain = (b * up + a * down) / (a + up + below)
     return np.asarray(np.nan_to_num(gain).max(-1, initial=0))

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .case import Scene
 
 
-
 def delta_local(budget: Budget) -> float:
     """δ over layers, heads and steps (Lean ``WitCert.request_budget``)."""
     return budget.delta / (budget.layers * budget.heads * budget.steps)
@@ -382,18 +381,18 @@ def blocks(scene: Scene, stored: Stored | None = None, read: Read | None = None)
             reach = np.concatenate([x * f, x * f + mu, kept_k, new_k])
             pages = np.unique(page)
             norms = np.linalg.norm(v_all[pages, :, h], axis=-1) + rho_all[pages, :, h]
-            none = np.zeros((length, 0))
+            none, exact_v = np.zeros((length, 0)), np.concatenate([kept_v, new_v])
             yield Block(
                 info=adapter.info, layout=layout, read=read, rows=flat_rows, heads=flat_heads, q=q, x=x,
-                steps=steps_all[page, offset, h] * ~skipped[h], units=steps_all[page, offset, h], mu=mu, f=f, coded=~skipped[h],
-                u=scene.calibration.u[h],
+                steps=steps_all[page, offset, h] * ~skipped[h], units=steps_all[page, offset, h], mu=mu, f=f,
+                coded=~skipped[h], u=scene.calibration.u[h],
                 sketch=none if stored.sketch is None else stored.sketch[page, offset, h],
                 witness=none if stored.witness is None else stored.witness[page, offset, h],
                 band=band, lost=lost, repaired=repaired, key=np.concatenate([kept_k, new_k]),
                 true=np.concatenate([scene.k[mine, h], new_k]), v_hat=np.concatenate([v_hat, new_v]),
                 v_true=np.concatenate([scene.v[mine, h], new_v]), rho=np.concatenate([rho, np.zeros(len(new_k))]),
                 lost_v=np.concatenate([lost_v & ~repaired, np.zeros(len(new_k), bool)]),
-                page_norm=float(max(norms.max(initial=0), np.linalg.norm(np.concatenate([kept_v, new_v]), axis=-1).max(initial=0))),
+                page_norm=float(np.concatenate([norms.ravel(), np.linalg.norm(exact_v, axis=-1)]).max(initial=0)),
                 sink=None if read.sinks is None else read.sinks[flat_heads], bias=bias, attended=mask,
                 slack=slack(adapter.info, layout, read, q, reach, np.zeros((len(q), 0)) if bias is None else bias),
             )  # fmt: skip

@@ -26,6 +26,13 @@ class Mutant:
 
 MUTANTS: dict[str, Mutant] = {}
 
+IMPLIED = {
+    "meter_covers_any_query": "logit_error_within_bound and meter_covers_worst_case imply it; here on real keys",
+    "dispersion_form_stays_refuted": "about the suite's own arithmetic, whatever the implementation",
+    "variance_averaged_form_stays_refuted": "about the suite's own arithmetic, whatever the implementation",
+}
+"""Properties without a planted bug of their own, and why."""
+
 
 def mutant(killed_by: str, twin: type[Twin] = Twin) -> Callable[[type[Twin]], type[Twin]]:
     """Register a class as a planted bug; its docstring names the mistake."""
@@ -281,7 +288,7 @@ class ZeroTimesNaN(Twin):
 # the dither
 
 
-@mutant("dither_is_the_counter's")
+@mutant("dither_is_from_the_counter")
 class DitherNotCentred(Twin):
     """The dither is drawn from [0, 1) on both sides."""
 
@@ -292,7 +299,7 @@ class DitherNotCentred(Twin):
         return super().read_xi(query, tokens) + 0.5
 
 
-@mutant("dither_is_the_counter's")
+@mutant("dither_is_from_the_counter")
 class DitherOfTheWrongPage(Twin):
     """The dither of the next period, on both sides."""
 
@@ -303,7 +310,7 @@ class DitherOfTheWrongPage(Twin):
         return super().read_xi(query, tokens + query.layout.dither_period)
 
 
-@mutant("dither_is_the_counter's")
+@mutant("dither_is_from_the_counter")
 class DitherOfTheWrongLayer(Twin):
     """Every layer draws layer 0's dither."""
 
@@ -313,7 +320,7 @@ class DitherOfTheWrongLayer(Twin):
         return super().create(layout, pages, calibration, 0, seed)
 
 
-@mutant("dither_is_the_counter's")
+@mutant("dither_is_from_the_counter")
 class DitherOfTheWrongHead(Twin):
     """Every kv head draws kv head 0's dither."""
 
@@ -344,7 +351,7 @@ class ReadDitherOffByOne(Twin):
         return super().read_xi(query, tokens + 1)
 
 
-@mutant("dither_is_the_counter's")
+@mutant("dither_is_from_the_counter")
 class DitheredScaleLeavesNoRoom(Twin):
     """A dithered store uses plain INT8's scale, amax/127."""
 
@@ -521,6 +528,14 @@ class BandsMeetTheWrongNorms(Twin):
         return self._band_norms(query.w, query.layout)[:, ::-1] @ codes.T
 
 
+@mutant("logit_error_within_bound")
+class WitnessInRawCoordinates(Twin):
+    """The witness is the residual of k, not of (k − mu)/f."""
+
+    def witness_codes(self, store: TwinStore, residual: Array, step: Array) -> Array:
+        return np.minimum(super().witness_codes(store, residual * store.calibration.f, step), 255)
+
+
 @mutant("repaired_pages_have_no_witness")
 class RepairedWitnessKept(Twin):
     """A repaired page keeps the bound of its witness."""
@@ -589,6 +604,15 @@ class ShiftLeftOutUnderACap(_Unmixed):
 
     def without(self, read: Read) -> Read:
         return replace(read, soft_cap=0.0)
+
+
+@mutant("equalised_keys_are_within_half_step")
+class CentresInHalfPrecision(Twin):
+    """The writer subtracts mu rounded to float16."""
+
+    def equalise(self, store: TwinStore, k: Array) -> tuple[Array, Mask]:
+        rounded = store.calibration.mu.astype(np.float16).astype(np.float64)
+        return super().equalise(store, k + (store.calibration.mu - rounded) * ~self._bypassed(store))
 
 
 @mutant("a_calibration_belongs_to_its_bytes")
@@ -1103,41 +1127,24 @@ class SlotsTwice(Twin):
 
 
 class DigitTwin(Twin):
-    """z in three balanced base-256 digits, each digit's dot exact, combined in floating point."""
+    """z in three balanced base-256 digits, each digit's dot exact, combined in floating point; the remainder apart."""
 
     def dot(self, query: Query, codes: Array, steps: Array) -> Array:
         if query.layout.groups > 1:
             return super().dot(query, codes, steps)
         unit = np.abs(query.z).max(1, keepdims=True) / 8355711
         whole = np.rint(np.divide(query.z, unit, out=np.zeros_like(query.z), where=unit > 0)).astype(np.int64)
-        digits = []
+        rest = (query.z - whole * unit) @ (codes * steps).T
+        dots = []
         for _ in range(3):
-            low = (whole + 128) % 256 - 128
-            digits.append(low)
-            whole = (whole - low) // 256
-        dots = [digit @ codes.astype(np.int64).T for digit in digits]
-        return self.combine(dots) * unit * steps[:, 0]
+            digit = (whole + 128) % 256 - 128
+            dots.append(digit @ codes.astype(np.int64).T)
+            whole = (whole - digit) // 256
+        return self.combine(dots) * unit * steps[:, 0] + rest
 
     def combine(self, dots: list[Ints]) -> Array:
         """Σ 256^i dot_i."""
-        return sum(dot.astype(np.float64) * 256.0**i for i, dot in enumerate(dots))  # type: ignore[return-value]
-
-    def part(
-        self,
-        query: Query,
-        y: Array,
-        c: Array,
-        allowed: Mask,
-        v_hat: Array,
-        rho: Array,
-        known: tuple[Array, Array] | None,
-    ) -> Part:
-        # half a unit of each digit's remainder, times the largest code and step
-        scale = query.store.fields["scale"] if "scale" in query.store.fields else np.zeros(1)
-        step = float(np.where(np.isfinite(scale), scale, 0).max(initial=0))
-        rest = np.abs(query.z).max(1) / 8355711 / 2 * query.z.shape[1] * 127 * step * self.sm_scale(query)
-        found = super().part(query, y, c + rest[:, None] * (c > 0), allowed, v_hat, rho, known)
-        return replace(found, zeta=found.zeta + rest)
+        return np.asarray(sum(dot.astype(np.float64) * 256.0**i for i, dot in enumerate(dots)))
 
 
 @mutant("lse_is_of_the_stored_keys", DigitTwin)

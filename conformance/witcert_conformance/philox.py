@@ -31,7 +31,7 @@ def first_word(counter: tuple[Ints, Ints, Ints, Ints], key: int) -> Ints:
 
 
 def dither(seed: int, layer: int, kv_head: Ints, period: Ints, channels: int) -> Array:
-    """ξ ``[…, channels]`` for broadcastable ``kv_head`` and ``period``: (2 i + 1)/2^16 − ½, i the word's top 15 bits."""
+    """ξ ``[…, channels]`` for broadcastable ``kv_head``, ``period``: (2 i + 1)/2^16 − ½, i the word's top 15 bits."""
     shape = np.broadcast_shapes(np.shape(kv_head), np.shape(period))
     head, page = (np.broadcast_to(x, shape)[..., None] for x in (kv_head, period))
     counter = np.broadcast_arrays(np.arange(channels), page, head, np.int64(layer))

@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("witcert conformance")
     group.addoption(
         "--impl", action="append", default=[], metavar="NAME",
-        help="implementation: ref, torch-cpu, triton-interpret, triton-cuda, or package.module:Adapter; may be repeated",
+        help="ref, torch-cpu, triton-interpret, triton-cuda, or package.module:Adapter; may be repeated",
     )  # fmt: skip
     group.addoption(
         "--profile", default="ci", choices=("quick", "ci", "release"), dest="conformance_profile",
@@ -64,6 +64,11 @@ def session(config: pytest.Config) -> _Session:
         except ValueError as error:
             raise pytest.UsageError(str(error)) from error
     return config.stash[STATE]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--impl"):
+        session(config)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -27,6 +27,7 @@ class Property:
         pinned: cases that are always tried first.
         examples: drawn cases in the profile ``ci``.
         cuda: needs a GPU.
+        tool: a program without which it is not run.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Property:
     pinned: tuple[Any, ...] = ()
     examples: int = 25
     cuda: bool = False
+    tool: str | None = None
 
 
 _PROPERTIES: dict[str, Property] = {}
@@ -53,6 +55,7 @@ def prop(
     pinned: Iterable[Any] = (),
     examples: int = 25,
     cuda: bool = False,
+    tool: str | None = None,
 ) -> Callable[[Callable[[Adapter, Any], None]], Callable[[Adapter, Any], None]]:
     """Register a check ``(adapter, case)`` as a property; its docstring is the summary."""
 
@@ -62,7 +65,7 @@ def prop(
         _PROPERTIES[name] = Property(
             name=name, group=check.__module__.rpartition(".")[2], summary=" ".join((check.__doc__ or "").split()),
             theorems=tuple(f"WitCert.{t}" for t in theorems), needs=frozenset(needs), cases=cases, check=check,
-            pinned=tuple(pinned), examples=examples, cuda=cuda,
+            pinned=tuple(pinned), examples=examples, cuda=cuda, tool=tool,
         )  # fmt: skip
         return check
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .adapter import Adapter, load
+from .adapter import CAPABILITIES, Adapter, load
 from .report import Run, write_report
 from .runner import Outcome, run_suite
 
 SHIPPED = ("ref", "torch-cpu", "triton-interpret", "triton-cuda")
+
+OPTIONAL = {
+    "ref": frozenset({"gate", "telemetry", "binding", "refusals", "cuda_graphs"}),
+    "torch-cpu": frozenset({"binding", "cuda_graphs"}),
+    "triton-interpret": frozenset({"binding", "cuda_graphs"}),
+    "triton-cuda": frozenset({"binding"}),
+}
+"""Groups that a shipped implementation may leave out; the properties of all others are required of it."""
 
 
 def available(names: Sequence[str] = SHIPPED) -> tuple[dict[str, Adapter], dict[str, str]]:
@@ -34,8 +42,8 @@ def release_check(
     """Run all properties on each implementation.
 
     Args:
-        implementations: names as for ``--impl``; one that does not load fails the check. None: all shipped ones that this
-            machine can run.
+        implementations: names as for ``--impl``; one that does not load fails the check. None: all shipped ones that
+            this machine can run.
         profile: ``quick``, ``ci`` or ``release``.
         seed: of all draws.
         report: JSON file to write; HTML goes beside it.
@@ -47,7 +55,8 @@ def release_check(
     found, missing = available(SHIPPED if implementations is None else implementations)
     for name, reason in missing.items():
         write(f"{name}: not run, {reason}")
-    runs = []
+    runs: list[Run] = []
+    lacking: list[str] = []
     for name, adapter in found.items():
         info = adapter.info
         write(f"{name}: {info.name} {info.version} on {info.device}")
@@ -59,9 +68,14 @@ def release_check(
 
         outcomes = run_suite(adapter, name, profile=profile, root_seed=seed, progress=progress)
         runs.append(Run(name, adapter, profile, seed, tuple(outcomes)))
+        dropped = CAPABILITIES.keys() - info.offers - OPTIONAL[name] if name in OPTIONAL else set()
+        if dropped:
+            lacking.append(name)
+            write(f"  FAILED      {name} no longer offers {', '.join(sorted(dropped))}, which a release requires")
     if report is not None:
         write_report(report, runs)
         write(f"report: {report} and {report.with_suffix('.html')}")
-    fine = bool(runs) and all(run.passed for run in runs) and (implementations is None or not missing)
+    complete = not lacking and (implementations is None or not missing)
+    fine = bool(runs) and complete and all(run.passed for run in runs)
     write("conformance: passed" if fine else "conformance: FAILED")
     return 0 if fine else 1

@@ -124,35 +124,43 @@ small { color: #666; }
 
 def as_html(data: dict[str, Any]) -> str:
     """One page, no script, nothing fetched."""
+    runs = "".join(_run_html(run) for run in data["implementations"])
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Conformance</title><style>{_STYLE}</style>"
+        f"</head><body><h1>Conformance</h1><p>Commit <code>{_text(data['commit'])}</code>, spec "
+        f"<code>{_text(data['spec_sha256'][:16])}</code>, Python {_text(data['python'])} on "
+        f"{_text(data['machine'])}.</p>"
+        f"{runs}</body></html>\n"
+    )
 
-    def text(x: object) -> str:
-        return html.escape(str(x))
 
-    parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Conformance</title>"
-        f"<style>{_STYLE}</style></head><body><h1>Conformance</h1><p>Commit <code>{text(data['commit'])}</code>, "
-        f"spec <code>{text(data['spec_sha256'][:16])}</code>, Python {text(data['python'])} on {text(data['machine'])}.</p>"
-    ]
-    for run in data["implementations"]:
-        asked = [p for p in run["properties"] if not p["verdict"].startswith("not")]
-        good = sum(p["verdict"] == "passed" for p in asked)
-        versions = ", ".join(f"{k} {v}" for k, v in run["versions"].items())
-        parts.append(
-            f"<h2>{text(run['impl'])}</h2><p class='{'passed' if run['passed'] else 'failed'}'>{good} of {len(asked)} properties "
-            f"passed</p><p>{text(run['name'])} {text(run['version'])} on {text(run['device'])}; {text(versions)}; profile "
-            f"{text(run['profile'])}, seed {run['seed']}. Not offered: {text(', '.join(run['not_offered']) or 'nothing')}.</p>"
-            "<table><thead><tr><th>Property</th><th>What must hold</th><th>Verdict</th><th>Examples</th><th>Seconds</th></tr></thead><tbody>"
-        )
-        for p in run["properties"]:
-            kind = "not" if p["verdict"].startswith("not") else p["verdict"]
-            theorems = f"<br><small>{text(', '.join(p['theorems']))}</small>" if p["theorems"] else ""
-            parts.append(
-                f"<tr><td><code>{text(p['name'])}</code><br><small>{text(p['group'])}</small></td><td>{text(p['summary'])}{theorems}</td>"
-                f"<td class='{kind}'>{text(p['verdict'])}</td><td class='number'>{p['examples']}</td><td class='number'>{p['seconds']:.2f}</td></tr>"
-            )
-            if p["verdict"] in ("failed", "error"):
-                parts.append(
-                    f"<tr><td colspan='5'><pre>{text(p['message'])}\n\n{text(p['reproduction'])}</pre></td></tr>"
-                )
-        parts.append("</tbody></table>")
-    return "".join([*parts, "</body></html>\n"])
+def _text(x: object) -> str:
+    return html.escape(str(x))
+
+
+def _run_html(run: dict[str, Any]) -> str:
+    asked = [p for p in run["properties"] if not p["verdict"].startswith("not")]
+    good = sum(p["verdict"] == "passed" for p in asked)
+    about = [f"{run['name']} {run['version']} on {run['device']}"]
+    about += [f"{name} {version}" for name, version in run["versions"].items()]
+    about += [f"profile {run['profile']}", f"seed {run['seed']}"]
+    head = "".join(f"<th>{name}</th>" for name in ("Property", "What must hold", "Verdict", "Examples", "Seconds"))
+    return (
+        f"<h2>{_text(run['impl'])}</h2><p class='{'passed' if run['passed'] else 'failed'}'>{good} of {len(asked)} "
+        f"properties passed</p><p>{_text('; '.join(about))}. Not offered: "
+        f"{_text(', '.join(run['not_offered']) or 'nothing')}.</p><table><thead><tr>{head}</tr></thead><tbody>"
+        f"{''.join(_row_html(p) for p in run['properties'])}</tbody></table>"
+    )
+
+
+def _row_html(p: dict[str, Any]) -> str:
+    kind = "not" if p["verdict"].startswith("not") else p["verdict"]
+    theorems = f"<br><small>{_text(', '.join(p['theorems']))}</small>" if p["theorems"] else ""
+    row = (
+        f"<tr><td><code>{_text(p['name'])}</code><br><small>{_text(p['group'])}</small></td>"
+        f"<td>{_text(p['summary'])}{theorems}</td><td class='{kind}'>{_text(p['verdict'])}</td>"
+        f"<td class='number'>{p['examples']}</td><td class='number'>{p['seconds']:.2f}</td></tr>"
+    )
+    if p["verdict"] in ("failed", "error"):
+        row += f"<tr><td colspan='5'><pre>{_text(p['message'])}\n\n{_text(p['reproduction'])}</pre></td></tr>"
+    return row

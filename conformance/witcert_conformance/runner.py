@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -79,6 +80,8 @@ def why_not(prop: Property, info: Info) -> tuple[Verdict, str] | None:
     missing = prop.needs - info.offers
     if missing:
         return ("not run" if prop.cuda else "not offered"), f"needs {', '.join(sorted(missing))}"
+    if prop.tool is not None and shutil.which(prop.tool) is None:
+        return "not run", f"{prop.tool} is not installed"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for cases. A property draws what it is about and leaves out the rest, so a failure names one cause."""
+"""Hypothesis strategies. A property draws what it is about and leaves out the rest, so a failure names one cause."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def cases(
 
     Besides those of a layout: splits, sinks, soft_cap, window, bias, masked, repair.
     """
-    extra = [f for f in maybe if (f in info.offers or (f == "masked" and "bias" in info.offers)) and draw(st.booleans())]
+    extra = [
+        f for f in maybe if (f in info.offers or (f == "masked" and "bias" in info.offers)) and draw(st.booleans())
+    ]
     features = {*on, *extra}
     count = draw(st.integers(*batch))
     tokens = draw(st.lists(st.integers(*lengths), min_size=count, max_size=count))

@@ -86,7 +86,7 @@ class Row:
 def properties() -> dict[str, tuple[str, ...]]:
     """Theorem -> conformance properties that name it; empty where the suite is not installed."""
     try:
-        registry = importlib.import_module("witcert_conformance.registry").PROPERTIES
+        registry = importlib.import_module("witcert_conformance.registry").properties()
     except ModuleNotFoundError as error:
         if error.name not in ("witcert_conformance", "witcert_conformance.registry"):
             raise

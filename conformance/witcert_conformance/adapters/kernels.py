@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib import metadata
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import metadata, util
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +22,9 @@ from ..adapter import (
     Array,
     Budget,
     Calibration,
+    Counts,
     Decoded,
+    Gated,
     Info,
     Ints,
     Layout,
@@ -41,6 +46,29 @@ def _version(name: str) -> str:
         return "not installed"
 
 
+def _package_offers() -> frozenset[str]:
+    """The groups that ``witcert`` keeps, where it is installed."""
+    if util.find_spec("witcert") is None:
+        return frozenset()
+    from .package import OFFERS
+
+    return OFFERS
+
+
+@cache
+def _info(name: str, device: str, slow: bool) -> Info:
+    return Info(
+        name=name,
+        version=_version("witcert"),
+        device=device,
+        offers=_OFFERS | _package_offers(),
+        dtypes=("float32", "float16", "bfloat16"),
+        slow=slow,
+        cell_share=1 / 1000 if slow else 1.0,
+        versions={"torch": torch.__version__, "triton": _version("triton")},
+    )
+
+
 @dataclass
 class _Store:
     pool: wk.PackedPool | wk.ObservatoryPool
@@ -48,6 +76,7 @@ class _Store:
     k: Tensor  # the backing store: every slot's exact key and value
     v: Tensor
     exact: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    counter: Any = None
 
 
 def _numpy(x: Tensor) -> Array:
@@ -64,16 +93,7 @@ class Kernels:
 
     @property
     def info(self) -> Info:
-        return Info(
-            name=self.name,
-            version=_version("witcert"),
-            device=self.device,
-            offers=_OFFERS,
-            dtypes=("float32", "float16", "bfloat16"),
-            slow=self.slow,
-            cell_share=1 / 1000 if self.slow else 1.0,
-            versions={"torch": torch.__version__, "triton": _version("triton")},
-        )
+        return _info(self.name, self.device, self.slow)
 
     @contextmanager
     def _on(self) -> Iterator[None]:
@@ -156,12 +176,9 @@ class Kernels:
             k.scatter_(-1, pool.bypass_channels.expand(*k.shape[:3], -1), pool.bypass.double())
         return _numpy(k), _numpy(pool.v_codes.double() * pool.v_scale.double().repeat_interleave(width_v, -1))
 
-    def decode(self, store: _Store, read: Read) -> Decoded:
-        pool, dtype = store.pool, store.pool.layout.dtype
-        if store.exact and len(pool.exact.k) != len(store.exact):
-            pool.exact = wk.ExactPages(pool.layout, len(store.exact), self.device)
-            for i, (k, v) in enumerate(store.exact):
-                pool.exact.k[i], pool.exact.v[i] = k, v
+    def _arguments(self, store: _Store, read: Read) -> dict[str, Any]:
+        """The op's arguments, as tensors on the device."""
+        dtype, b = store.pool.layout.dtype, read.budget
 
         def ints(x: Ints | None) -> Tensor | None:
             return None if x is None else self._tensor(x, torch.int32)
@@ -169,19 +186,40 @@ class Kernels:
         def floats(x: Array | None, kind: torch.dtype) -> Tensor | None:
             return None if x is None else self._tensor(x, kind)
 
-        b = read.budget
+        return {
+            "q": self._tensor(read.q, dtype),
+            "pool": store.pool,
+            "page_table": ints(read.page_table),
+            "seq_lens": ints(read.seq_lens),
+            "qo_indptr": ints(read.qo_indptr),
+            "k_new": floats(read.k_new, dtype),
+            "v_new": floats(read.v_new, dtype),
+            "causal": read.causal,
+            "exact_pages": ints(read.exact_pages),
+            "sm_scale": read.sm_scale,
+            "sinks": floats(read.sinks, torch.float32),
+            "logits_soft_cap": read.soft_cap,
+            "window_left": read.window_left,
+            "bias": floats(read.bias, torch.float32),
+            "budget": None if b is None else wk.Budget(b.delta, b.layers, b.heads, b.steps),
+            "splits": read.splits,
+        }
+
+    def decode(self, store: _Store, read: Read) -> Decoded:
+        arguments = self._arguments(store, read)
         with self._on():
-            out, lse, cert = wk.certified_decode(
-                self._tensor(read.q, dtype), pool, self._tensor(read.page_table, torch.int32),
-                self._tensor(read.seq_lens, torch.int32), ints(read.qo_indptr), floats(read.k_new, dtype),
-                floats(read.v_new, dtype), read.causal, ints(read.exact_pages), sm_scale=read.sm_scale,
-                sinks=floats(read.sinks, torch.float32), logits_soft_cap=read.soft_cap, window_left=read.window_left,
-                bias=floats(read.bias, torch.float32), splits=read.splits,
-                budget=None if b is None else wk.Budget(b.delta, b.layers, b.heads, b.steps),
-            )  # fmt: skip
+            out, lse, cert = wk.certified_decode(**arguments)
+        if read.qo_indptr is None and "telemetry" in self.info.offers:
+            from .package import Counter
+
+            store.counter = store.counter or Counter()
+            store.counter.add(store, arguments["q"], read.seq_lens.tolist(), cert)
+        return self._report(out, lse, cert)
+
+    def _report(self, out: Tensor, lse: Tensor, cert: wk.Certificate) -> Decoded:
         return Decoded(
-            out=_numpy(out), lse=_numpy(lse), meter=_numpy(cert.meter), guarantee=cert.guarantee, eform=_numpy(cert.eform),
-            risk=_numpy(cert.risk), value_error=_numpy(cert.value_error),
+            out=_numpy(out), lse=_numpy(lse), meter=_numpy(cert.meter), guarantee=cert.guarantee,
+            eform=_numpy(cert.eform), risk=_numpy(cert.risk), value_error=_numpy(cert.value_error),
         )  # fmt: skip
 
     def account(self, store: _Store) -> Account:
@@ -208,7 +246,34 @@ class Kernels:
     def page_in(self, store: _Store, page: int, kv_head: int) -> int:
         part = slice(page * store.layout.page_size, (page + 1) * store.layout.page_size)
         store.exact.append((store.k[part, kv_head], store.v[part, kv_head]))
+        pool = store.pool
+        pool.exact = wk.ExactPages(pool.layout, len(store.exact), self.device)
+        for i, (k, v) in enumerate(store.exact):
+            pool.exact.k[i], pool.exact.v[i] = k, v
         return len(store.exact) - 1
+
+    def gate(self, store: _Store, read: Read, tau: float) -> Gated:
+        from .package import GatedStore, gate
+
+        table = self._tensor(read.page_table, torch.int32)
+        exact = torch.full(
+            (len(table), store.layout.kv_heads, table.shape[1]), -1, dtype=torch.int32, device=self.device
+        )
+        gated = GatedStore(
+            store.pool, table, read.seq_lens.tolist(), exact, lambda page, kv_head: self.page_in(store, page, kv_head)
+        )
+        with self._on():
+            reading = gate(gated, self._tensor(read.q, store.pool.layout.dtype), read.sm_scale, tau)
+        report = self._report(reading.out, reading.lse, reading.certificate)
+        return Gated(report, np.asarray((exact >= 0).cpu().numpy()), tuple(gated.page_ins))
+
+    def fit(self, keys: Array, layout: Layout) -> tuple[Array, Array]:
+        from .package import fit_equaliser
+
+        return fit_equaliser(keys, layout)
+
+    def telemetry(self, store: _Store) -> Counts:
+        return store.counter.counts()
 
     def free(self, store: _Store, pages: Ints) -> None:
         store.pool.v_norm[self._tensor(pages, torch.int64)] = 0
@@ -252,8 +317,8 @@ class Kernels:
         assert isinstance(pool, wk.ObservatoryPool)
         scale = _numpy(pool.sketch_scale)
         return Observed(
-            k_hat=_numpy(pool.k_hat), v_hat=_numpy(pool.v_hat), witness=_numpy(pool.witness), sketch=_numpy(pool.sketch),
-            sketch_scale=scale[..., 0] if scale.shape[-1] else np.zeros(scale.shape[:-1]),
+            k_hat=_numpy(pool.k_hat), v_hat=_numpy(pool.v_hat), witness=_numpy(pool.witness),
+            sketch=_numpy(pool.sketch), sketch_scale=scale[..., 0] if scale.shape[-1] else np.zeros(scale.shape[:-1]),
             v_error=_numpy(pool.v_error)[..., 0],
         )  # fmt: skip
 
@@ -283,3 +348,40 @@ class TritonCuda(Kernels):
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise ImportError("no CUDA device on this machine")
+
+    @property
+    def info(self) -> Info:
+        shared = super().info
+        return replace(shared, device=torch.cuda.get_device_name(), offers=shared.offers | {"cuda_graphs"})
+
+    def replay(self, store: _Store, reads: list[Read], order: list[int]) -> list[Decoded]:
+        graphs = []
+        for read in reads:
+            arguments = self._arguments(store, read)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # compiles the kernels outside of the capture
+                wk.certified_decode(**arguments)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = wk.certified_decode(**arguments)
+            graphs.append((graph, results))
+        reports = []
+        for i in order:
+            graph, (out, lse, cert) = graphs[i]
+            graph.replay()
+            reports.append(self._report(out, lse, cert))
+        return reports
+
+    def synchronisations(self, store: _Store, read: Read) -> int:
+        arguments = self._arguments(store, read)
+        wk.certified_decode(**arguments)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                wk.certified_decode(**arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return sum("synchroniz" in str(w.message) for w in caught)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 
 import numpy as np
+
 import witcert_ref
 from witcert_ref import attention, dither, equalizer, half_step, radius, rope, sketch, store, witness
 
@@ -64,8 +65,9 @@ class Reference:
             name=witcert_ref.__name__,
             version=version,
             offers=frozenset({
-                "groups", "witness", "sketch", "equaliser", "bypass", "dither", "value_error", "risk", "splits", "extend",
-                "sinks", "soft_cap", "window", "bias", "repair", "page_reuse", "reorder", "fit", "observatory",
+                "groups", "witness", "sketch", "equaliser", "bypass", "dither", "value_error", "risk", "splits",
+                "extend", "sinks", "soft_cap", "window", "bias", "repair", "page_reuse", "reorder", "fit",
+                "observatory",
             }),
             step_widening=2.0**-40,
             sketch_widening=2.0**-40,
@@ -90,7 +92,13 @@ class Reference:
         return self._store(layout, pages, calibration, layer, seed, fields)
 
     def _store(
-        self, layout: Layout, pages: int, calibration: Calibration | None, layer: int, seed: int, fields: dict[str, Array]
+        self,
+        layout: Layout,
+        pages: int,
+        calibration: Calibration | None,
+        layer: int,
+        seed: int,
+        fields: dict[str, Array],
     ) -> _Store:
         kv, d, slots = layout.kv_heads, layout.head_dim, pages * layout.page_size
         if calibration is None:
@@ -174,7 +182,9 @@ class Reference:
 
     def bands(self, layout: Layout) -> Ints:
         out = np.zeros(layout.head_dim, np.int64)
-        groups = rope.bands(np.zeros(layout.head_dim), max(layout.witness_bands, 1), layout.rope_layout, layout.rotary_dim)
+        groups = rope.bands(
+            np.zeros(layout.head_dim), max(layout.witness_bands, 1), layout.rope_layout, layout.rotary_dim
+        )
         for i, channels in enumerate(groups):
             out[channels] = i
         return out
@@ -224,7 +234,13 @@ class Reference:
                         columns[1:4, i, head] = 1.0, np.inf, np.inf
         radius_used = read.budget is not None and layout.dither
         return Decoded(
-            out, columns[0], columns[1], "fixed_trajectory" if radius_used else "any_query", columns[2], columns[3], columns[4]
+            out,
+            columns[0],
+            columns[1],
+            "fixed_trajectory" if radius_used else "any_query",
+            columns[2],
+            columns[3],
+            columns[4],
         )
 
     def _row(self, store_: _Store, read: Read, b: int, n: int, own: slice, i: int, head: int) -> attention.Part:
@@ -242,8 +258,9 @@ class Reference:
         bias = np.zeros(n + chunk) if read.bias is None else read.bias[i, head, : n + chunk]
         seen &= bias > -np.inf
         parts = []
-        each = -(-(-(-n // size)) // (read.splits or 1)) * size
-        for start in range(0, max(n, 1), max(each, 1)):
+        pages = -(-n // size)
+        each = max(-(-pages // (read.splits or 1)), 1) * size
+        for start in range(0, max(n, 1), each):
             mine = np.flatnonzero(seen[start : min(start + each, n)]) + start
             parts.append(self._part(self._pool_tokens(store_, read, b, h, q, mine, bias[mine])))
         if chunk and read.k_new is not None and read.v_new is not None:
@@ -289,9 +306,9 @@ class Reference:
             return None if x is None else np.where(on, 0.0 if y is None else y, x)
 
         return _Tokens(
-            np.where(on, exact.y, tokens.y), np.where(on, exact.c, tokens.c), np.where(on[:, None], exact.v_hat, tokens.v_hat),
-            np.where(on, exact.rho, tokens.rho), np.maximum(exact.zeta, tokens.zeta), either(tokens.known, None),
-            either(tokens.c_known, None),
+            np.where(on, exact.y, tokens.y), np.where(on, exact.c, tokens.c),
+            np.where(on[:, None], exact.v_hat, tokens.v_hat), np.where(on, exact.rho, tokens.rho),
+            np.maximum(exact.zeta, tokens.zeta), either(tokens.known, None), either(tokens.c_known, None),
         )  # fmt: skip
 
     def _packed_tokens(
@@ -310,7 +327,9 @@ class Reference:
         w, a = sketch.outside(np.where(skipped, 0.0, z), u)
         c = half_step.logit_bound(w, steps, sm)
         if layout.witness_bands:
-            unit = witness.byte_unit(steps, layout.head_dim, layout.witness_bands, layout.rope_layout, layout.rotary_dim)
+            unit = witness.byte_unit(
+                steps, layout.head_dim, layout.witness_bands, layout.rope_layout, layout.rotary_dim
+            )
             norms = witness.decode(store_.at("witness", slots)[:, h], unit)
             c = np.minimum(c, witness.logit_bound(w, norms, sm, layout.rope_layout, layout.rotary_dim))
         if read.budget is not None and layout.dither and length:
@@ -353,11 +372,15 @@ class Reference:
         store_.put("k_hat", slots, np.where(finite(kept)[..., None], kept, 0.0))
         page, offset = np.divmod(slots, layout.page_size)
         for h in range(layout.kv_heads):
-            norms = witness.witness(residual[:, h], layout.witness_bands, layout.rope_layout, rotary_dim=layout.rotary_dim)
+            norms = witness.witness(
+                residual[:, h], layout.witness_bands, layout.rope_layout, rotary_dim=layout.rotary_dim
+            )
             store_.fields["witness"][page, offset, h] = norms
             if layout.sketch:
                 unit = sketch.own_unit(residual[:, h], calibration.u[h])
-                store_.fields["sketch"][page, offset, h] = sketch.encode(residual[:, h], calibration.u[h], unit_size=unit)
+                store_.fields["sketch"][page, offset, h] = sketch.encode(
+                    residual[:, h], calibration.u[h], unit_size=unit
+                )
                 store_.fields["sketch_scale"][page, offset, h] = unit
         store_.put("v_hat", slots, np.where(finite(kept_v)[..., None], kept_v, 0.0))
         # a norm is a witness with one band

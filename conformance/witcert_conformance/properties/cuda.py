@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -59,14 +58,18 @@ build(load({name!r}), {case!r}).decode()
 """
 
 
-@prop("memory_is_clean", plain(batch=(1, 1)), needs=("cuda_graphs",), pinned=(GRAPHED,), examples=1, cuda=True)
+@prop(
+    "memory_is_clean",
+    plain(batch=(1, 1)),
+    needs=("cuda_graphs",),
+    pinned=(GRAPHED,),
+    examples=1,
+    cuda=True,
+    tool="compute-sanitizer",
+)
 def _memcheck(adapter: Adapter, case: Case) -> None:
-    """``compute-sanitizer`` finds no fault in a small write and read, where the tool is installed."""
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        return
+    """``compute-sanitizer`` finds no fault in a small write and read."""
     program = _MEMCHECK.format(name=adapter.info.name, case=case)
-    done = subprocess.run(
-        [tool, "--error-exitcode", "9", sys.executable, "-c", program], capture_output=True, text=True
-    )
+    command = ["compute-sanitizer", "--error-exitcode", "9", sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
     require(done.returncode == 0, f"compute-sanitizer: {(done.stdout + done.stderr)[-1500:]}")

@@ -29,14 +29,14 @@ TWO_TOKENS = Case(
 
 
 @prop(
-    "dither_is_the_counter's",
+    "dither_is_from_the_counter",
     plain(on=("dither",), keys=ORDINARY, kv_heads=2, lengths=(1, 20)),
     theorems=("mgf_residual", "abs_residual_le"),
     needs=("dither",),
     pinned=(DITHERED, replace(DITHERED, layout=replace(DITHERED.layout, kv_heads=2), keys="edge")),
 )
 def _written(adapter: Adapter, case: Case) -> None:
-    """The writer draws ξ from Philox at (channel, period, kv head, layer), centred: half-step residuals, nothing clips."""
+    """ξ is drawn from Philox at (channel, period, kv head, layer) and centred: half-step residuals, nothing clips."""
     scene = build(adapter, case)
     residual_within_half_step(scene)
     scale_covers_amax(scene)
@@ -50,7 +50,7 @@ def _written(adapter: Adapter, case: Case) -> None:
     pinned=(replace(DITHERED, shuffled=True, written=3),),
 )
 def _anywhere(adapter: Adapter, case: Case) -> None:
-    """Positions key the dither, wherever the page lies and however many tokens a call writes; the reader draws the same."""
+    """Positions key the dither, wherever the page lies and however many tokens a call writes, on both sides."""
     scene = build(adapter, case)
     residual_within_half_step(scene)
     run(scene, checks.READS)
@@ -89,7 +89,7 @@ def _read(adapter: Adapter, case: Case) -> None:
     examples=40,
 )
 def _radius(adapter: Adapter, case: Case) -> None:
-    """The reported meter covers every error within the radius, with L = log(2 S/δ) and δ the local one, and is useful."""
+    """The meter covers every error within the radius, with L = log(2 S/δ) and δ the local one, and is useful."""
     run(build(adapter, case), (checks.meter_covers_worst_case, checks.meter_is_useful))
 
 

@@ -154,11 +154,14 @@ def _binding(adapter: Adapter, case: Case) -> None:
     require(False, "calibration: another one than the writer's was accepted")
 
 
+WIDE = Layout(head_dim=8)
+
+
 @dataclass(frozen=True)
 class Fitted:
     """Keys to fit an equaliser to; some channels constant."""
 
-    layout: Layout = Layout(head_dim=8)
+    layout: Layout = WIDE
     constant: float = 0.0
     seed: int = 0
 

@@ -67,7 +67,7 @@ def _ragged(adapter: Adapter, case: Case) -> None:
     pinned=(replace(ROWS, rows=(4, 1)),),
 )
 def _spoiled(adapter: Adapter, case: Case) -> None:
-    """A key that is not finite, behind the causal mask of some rows, gives meter 1 to those that see it and to no other."""
+    """A key that is not finite gives meter 1 to the rows that see it, and to none that the mask keeps from it."""
     case = replace(case, causal=True)
     scene, t, h = spoiled(adapter, case, key=np.nan)
     decoded = run(scene, checks.ALL)

@@ -55,7 +55,7 @@ def _small(info: Info) -> st.SearchStrategy[Example]:
     pinned=(Example(),),
 )
 def _dispersion(adapter: Adapter, case: Example) -> None:
-    """½ e^(2 max c) (dispersion + …) is below a total variation that errors within c attain (0.006423 against 0.049834)."""
+    """The dispersion form is below a total variation that errors within c attain (0.006423 against 0.049834)."""
     p, c = np.asarray(case.p) / sum(case.p), np.asarray(case.c)
     claimed, attained = dispersion(p, c), true_worst(p, c)
     require(claimed < attained, f"dispersion form: {claimed} covers {attained}: the guard no longer bites")

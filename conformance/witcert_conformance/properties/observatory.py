@@ -22,6 +22,9 @@ from ..strategies import bands
 SCHEMES = ("coarse", "aligned", "shifted", "zeroed", "spiky")
 
 
+SEEN_LAYOUT = Layout(head_dim=8, witness_bands=2, sketch=1)
+
+
 @dataclass(frozen=True)
 class View:
     """Recipe of an observatory: a scheme's damage, and a read.
@@ -30,7 +33,7 @@ class View:
     every token, ``zeroed`` forgets channels, ``spiky`` hits some tokens hard.
     """
 
-    layout: Layout = Layout(head_dim=8, witness_bands=2, sketch=1)
+    layout: Layout = SEEN_LAYOUT
     lengths: tuple[int, ...] = (5,)
     group_heads: int = 1
     scheme: str = "coarse"
@@ -109,7 +112,7 @@ def look(adapter: Adapter, view: View) -> Seen:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row and head: logits y of what is stored, exact x, the known part r, bounds of both kinds; the last may be a sink."""
+    """One row and head: logits y of what is stored, exact x, the known part r, both bounds; the last may be a sink."""
 
     b: int
     head: int
@@ -316,7 +319,7 @@ def _one(adapter: Adapter, case: View) -> None:
     examples=20,
 )
 def _two(adapter: Adapter, case: View) -> None:
-    """The known part is accounted under softmax(y − r), the rest bounded there; the smaller of both meters is reported."""
+    """The known part is accounted under softmax(y − r), the rest bounded there; the smaller meter is reported."""
     seen = look(adapter, case)
     decoded = adapter.decode(seen.store, seen.read)
     covers(seen, decoded)
@@ -373,7 +376,7 @@ def _merge(adapter: Adapter, case: View) -> None:
     examples=15,
 )
 def _writer(adapter: Adapter, case: View) -> None:
-    """What is stored is the scheme's number in 16 bits; witness, value error and sketch codes cover what that lost, exactly."""
+    """The scheme's number is stored in 16 bits; witness, value error and sketch cover what that lost, exactly."""
     seen = look(adapter, case)
     layout, observed = case.layout, seen.observed
     at = np.divmod(seen.slots, layout.page_size)

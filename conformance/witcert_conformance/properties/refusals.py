@@ -31,7 +31,7 @@ def refused(name: str, call: object) -> None:
     examples=8,
 )
 def _refusals(adapter: Adapter, case: Case) -> None:
-    """Slots, shapes, pages, lengths and budgets out of range raise an error that names the argument; no byte changes."""
+    """Slots, shapes, pages, lengths and budgets out of range are refused by the argument's name; no byte changes."""
     scene = build(adapter, case)
     before, store, read = adapter.stored(scene.store), scene.store, scene.read
     k, v, at, positions = scene.k, scene.v, scene.slots, scene.positions

@@ -29,7 +29,7 @@ GATED = Case(
     pinned=(REPAIRED, replace(REPAIRED, seed=1), replace(REPAIRED, repaired=1.0)),
 )
 def _exact(adapter: Adapter, case: Case) -> None:
-    """A repaired page is read exactly, by its flag: its c is 0, and the meter is that of the attention after the repair."""
+    """A repaired page is read exactly, by its flag: c = 0, and the meter is that of the attention after the repair."""
     kinds = [*checks.ALL]
     if "value_error" in adapter.info.offers:
         kinds += [checks.value_error_covers, checks.value_error_is_useful]
@@ -68,7 +68,7 @@ def _witness(adapter: Adapter, case: Case) -> None:
     pinned=(Case(lengths=(6,)),),
 )
 def _backing(adapter: Adapter, case: Case) -> None:
-    """The backing store holds the very keys and values: with all pages in, attention is exact and the meter 0 but rounding."""
+    """The backing store holds the very keys and values: with all pages in, attention is exact, the meter rounding."""
     scene = build(adapter, case)
     size = case.layout.page_size
     pages = -(-max(case.lengths) // size)
@@ -160,6 +160,6 @@ def _gate(adapter: Adapter, case: Case) -> None:
 )
 def _once(adapter: Adapter, case: Case) -> None:
     """No page of a kv head is paged in twice for one read, and at least a quarter of what is left goes each round."""
-    scene, result = gated(adapter, case, 1e-6)
+    _, result = gated(adapter, case, 1e-6)
     require(len(set(result.page_ins)) == len(result.page_ins), f"gate: paged in twice: {result.page_ins}")
     require(len(result.page_ins) == int(result.repaired.sum()), "gate: page-ins and repaired pages differ in number")

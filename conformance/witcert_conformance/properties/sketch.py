@@ -46,7 +46,7 @@ def _codes(adapter: Adapter, case: Case) -> None:
         fine = off.at_most(unit * Dyadic.of((1 + adapter.info.sketch_widening) / 2)) | lost[:, h, None]
         require(
             fine.all(),
-            f"sketch: code off by {float((off.near() / unit.near())[~fine].max(initial=0)):.6g} units, wants half a unit",
+            f"sketch: off by {float((off.near() / unit.near())[~fine].max(initial=0)):.6g} units, wants half a unit",
         )
 
 

@@ -75,11 +75,14 @@ def _bounds(adapter: Adapter, case: Case) -> None:
     run(build(adapter, case), (*checks.SOUND, checks.meter_is_useful))
 
 
+BANDED = Layout(head_dim=16, witness_bands=4)
+
+
 @dataclass(frozen=True)
 class Bands:
     """Bands of a layout."""
 
-    layout: Layout = Layout(head_dim=16, witness_bands=4)
+    layout: Layout = BANDED
 
     def __repr__(self) -> str:
         from ..case import terse

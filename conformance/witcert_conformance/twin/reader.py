@@ -57,8 +57,9 @@ class Set:
 class Part:
     """A partial result over some tokens, ``[R]`` each but acc ``[R, d_v]``.
 
-    rho Σ e^y ρ; zeta the largest rounding of a logit; m_a, l_a log-sum-exp of y + c; norm the largest ‖v̂‖ + ρ; known the
-    set under y − r with sums ``[3, R]``, those of e^(y−r) times e^r, e^r − 1 and its square; share each page's part of a1.
+    rho Σ e^y ρ; zeta the largest rounding of a logit; m_a, l_a log-sum-exp of y + c; norm the largest ‖v̂‖ + ρ; known
+    the set under y − r with sums ``[3, R]``, those of e^(y−r) times e^r, e^r − 1 and its square; share each page's part
+    of a1.
     """
 
     moments: Set
@@ -111,8 +112,9 @@ class Reader(Writer):
             single = columns.astype(np.float32)
         up = np.where(single < columns, np.nextafter(single, np.float32(np.inf)), single).astype(np.float64)
         decoded = Decoded(
-            out=out.astype(store.layout.dtype).astype(np.float64), lse=single[0].astype(np.float64), meter=self.stored_meter(up[1]),
-            guarantee=self.guarantee(store, read), eform=up[2], risk=up[3], value_error=up[4],
+            out=out.astype(store.layout.dtype).astype(np.float64), lse=single[0].astype(np.float64),
+            meter=self.stored_meter(up[1]), guarantee=self.guarantee(store, read), eform=up[2],
+            risk=up[3], value_error=up[4],
         )  # fmt: skip
         self.count(store, decoded)
         return decoded, shares
@@ -241,7 +243,8 @@ class Reader(Writer):
     def mixed(self, query: Query) -> bool:
         """Whether something uncentred meets the centred logits, so that q·mu must be in each of them."""
         return any((
-            query.read.k_new is not None, query.read.sinks is not None, query.read.soft_cap != 0, self.repaired_pages(query).any(),
+            query.read.k_new is not None, query.read.sinks is not None, query.read.soft_cap != 0,
+            self.repaired_pages(query).any(),
         ))  # fmt: skip
 
     def shift(self, query: Query) -> Array:

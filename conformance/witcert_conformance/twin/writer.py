@@ -345,5 +345,6 @@ class Writer:
         scale = wide["sketch_scale"]
         return Observed(
             k_hat=wide["k_hat"], v_hat=wide["v_hat"], witness=wide["witness"], sketch=wide["sketch"],
-            sketch_scale=scale[..., 0] if scale.shape[-1] else np.zeros(scale.shape[:-1]), v_error=wide["v_error"][..., 0],
+            sketch_scale=scale[..., 0] if scale.shape[-1] else np.zeros(scale.shape[:-1]),
+            v_error=wide["v_error"][..., 0],
         )  # fmt: skip

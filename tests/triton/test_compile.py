@@ -1,0 +1,71 @@
+"""The kernels compile for Hopper, with the instructions and the registers that they were written for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Report = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """What :mod:`tests.triton.ahead_of_time` reports of its calls."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WITCERT_BACKEND")}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.triton.ahead_of_time"]
+    calls = ["decode", "decode-dithered", "extend", "float32-groups", "observatory"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run([*command, *calls], cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report: Report = json.loads(done.stdout)
+    return report
+
+
+def kernel(reports: Report, call: str, name: str) -> dict[str, Any]:
+    (found,) = (r for r in reports[call] if r["kernel"] == name)
+    return found
+
+
+def uses(report: dict[str, Any], *parts: str) -> bool:
+    return any(all(part in instruction for part in parts) for instruction in report["ptx"])
+
+
+def test_every_kernel_of_every_call_compiles(reports: Report) -> None:
+    read = ["_write_kernel", "_query_kernel", "_packed_kernel"]
+    assert [r["kernel"] for r in reports["decode"]] == [*read, "_merge_kernel"]
+    assert [r["kernel"] for r in reports["extend"]] == [*read, "_exact_kernel", "_merge_kernel"]
+    assert [r["kernel"] for r in reports["observatory"]] == ["_query_kernel", "_observatory_kernel", "_merge_kernel"]
+    for call in reports.values():
+        for report in call:
+            assert report["reg"] <= 255 and report["shared"] <= 100 * 1024
+            assert report["local"] == 0 and report["stack"] <= 128
+
+
+def test_decode_does_not_spill(reports: Report) -> None:
+    for call in ("decode", "decode-dithered"):
+        assert all(report["stack"] == 0 for report in reports[call])
+        assert kernel(reports, call, "_packed_kernel")["reg"] <= 224
+
+
+def test_decode_multiplies_on_tensor_cores(reports: Report) -> None:
+    """Keys as int8, values as float16 that a byte permute made of int8."""
+    for call in ("decode", "decode-dithered", "extend"):
+        report = kernel(reports, call, "_packed_kernel")
+        assert uses(report, "mma", ".s32.s8.s8.s32") and uses(report, "mma", ".f32.f16.f16.f32") and uses(report, "prmt")
+        assert uses(report, "cp.async") and not uses(report, "cvt", ".f16.s")
+    assert uses(kernel(reports, "float32-groups", "_packed_kernel"), "mma", ".s32.s8.s8.s32")
+    assert uses(kernel(reports, "extend", "_exact_kernel"), "mma", ".bf16.bf16.")
+
+
+def test_the_writer_divides_as_ieee_says(reports: Report) -> None:
+    for call in ("decode", "decode-dithered", "extend", "float32-groups"):
+        report = kernel(reports, call, "_write_kernel")
+        assert uses(report, "div.rn.f32")
+        assert not uses(report, "div.full") and not uses(report, "div.approx") and not uses(report, "rcp.approx")

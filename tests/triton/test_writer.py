@@ -1,0 +1,80 @@
+"""The Triton writer stores the bytes that the torch writer stores."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.kernels.oracle import random_calibration
+from witcert_kernels import PackedPool, StoreLayout, quantize_
+
+from .backends import CUDA, ON_CPU, ON_TRITON
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, under the interpreter
+
+CASES = {
+    "plain": (64, 64, torch.float32, {}),
+    "odd-dims": (80, 48, torch.float16, {"sketch": 2}),
+    "groups": (96, 64, torch.bfloat16, {"group": 32, "sketch": 1, "witness_bands": 3, "bypass": 1}),
+    "one-channel-groups": (16, 8, torch.float32, {"group": 1, "sketch": 2, "witness_bands": 8}),
+    "wide": (192, 128, torch.bfloat16, {"sketch": 4, "witness_bands": 5, "bypass": 4}),
+    "latent": (576, 512, torch.bfloat16, {"sketch": 1}),
+    "dither": (64, 64, torch.float32, {"dither": True, "dither_period": 8, "sketch": 3, "witness_bands": 4}),
+    "dither-groups": (64, 32, torch.float16, {"dither": True, "dither_period": 1, "group": 8, "bypass": 2}),
+    "interleaved": (64, 64, torch.float32, {"rope_layout": "interleaved", "bypass": 3, "witness_bands": 4}),
+}
+
+
+def write(layout: StoreLayout, k: torch.Tensor, v: torch.Tensor, triton: bool) -> PackedPool:
+    """A pool with the tokens at shuffled slots, some pages left as they were."""
+    n = len(k)
+    g = torch.Generator().manual_seed(5)
+    calibration = random_calibration(
+        g, layout.kv_heads, layout.head_dim, layout.sketch, layout.bypass, layout.rope_layout
+    )
+    device = "cuda" if triton and CUDA else "cpu"
+    pool = PackedPool(
+        layout, 2 + 2 * n // layout.page_size, layer=2**31 + 3, calibration=calibration, seed=2**63 + 9, device=device
+    )
+    slots = torch.randperm(pool.num_pages * layout.page_size, generator=g)[:n]
+    positions = torch.randint(0, 10000, (n,), generator=g)
+    with ON_TRITON if triton else ON_CPU:
+        quantize_(*(x.to(device) for x in (k, v)), pool, slots.to(device), positions.to(device))
+    return pool
+
+
+def assert_same_bytes(layout: StoreLayout, k: torch.Tensor, v: torch.Tensor) -> None:
+    expected, got = write(layout, k, v, triton=False), write(layout, k, v, triton=True)
+    for name in expected.page_tensors:
+        torch.testing.assert_close(getattr(got, name).cpu(), getattr(expected, name), rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bytes(name: str) -> None:
+    d, d_v, dtype, options = CASES[name]
+    layout = StoreLayout(2, d, d_v, dtype=dtype, page_size=4, **options)
+    g = torch.Generator().manual_seed(1)
+    scale = torch.logspace(-3, 2, 37)[:, None, None]
+    k = (torch.randn(37, 2, d, generator=g) * scale).to(dtype)
+    v = (torch.randn(37, 2, d_v, generator=g) * scale).to(dtype)
+    assert_same_bytes(layout, k, v)
+
+
+@pytest.mark.parametrize("dither", [False, True])
+def test_same_bytes_at_the_edges(dither: bool) -> None:
+    """NaN, infinities, zeros, subnormal numbers, ties, and keys whose scale overflows."""
+    layout = StoreLayout(1, 16, 16, page_size=2, group=8, sketch=1, witness_bands=2, bypass=1, dither=dither)
+    edges = [math.nan, math.inf, -math.inf, 0.0, 1e-45, 1e-30, 3e38, 65504 * 127.0, 65505 * 127.0, -(2.0**-24), 0.5]
+    k = torch.linspace(-1, 1, 16).repeat(len(edges) + 1, 1, 1)
+    k[-1, 0] = torch.arange(16) / 2 - 4  # ties between codes, where the group's step is a power of two
+    v = k.clone()
+    for i, x in enumerate(edges):
+        k[i, 0, i], v[-1 - i, 0, i] = x, x
+    assert_same_bytes(layout, k, v)
+
+
+def test_no_tokens() -> None:
+    layout = StoreLayout(2, 64, 64)
+    assert_same_bytes(layout, torch.zeros(0, 2, 64), torch.zeros(0, 2, 64))
