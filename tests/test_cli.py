@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in a process of its own where the exit code matters, else through typer's runner."""
+"""The command line as a user meets it, in a process of its own where the exit code matters."""
 
 from __future__ import annotations
 

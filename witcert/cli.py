@@ -27,9 +27,12 @@ ModelOption = Annotated[
 ]
 SchemeOption = Annotated[str, typer.Option("--scheme", help="A name that `witcert schemes` lists.")]
 CalibrationOption = Annotated[
-    Path | None, typer.Option("--calibration", help="Calibration file of `witcert calibrate`; the default model has one.")
+    Path | None,
+    typer.Option("--calibration", help="Calibration file of `witcert calibrate`; the default model has one."),
 ]
-TauOption = Annotated[float | None, typer.Option("--tau", help="Repair what the meter puts above this; none if left out.")]
+TauOption = Annotated[
+    float | None, typer.Option("--tau", help="Repair what the meter puts above this; none if left out.")
+]
 
 
 def console() -> Console:
@@ -80,7 +83,9 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Two prompts instead of six.")] = False,
     model: ModelOption = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write all cells and the summary.")] = None,
-    report: Annotated[Path | None, typer.Option("--report", help="Write a self-contained HTML page with plots.")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Write a self-contained HTML page with plots.")
+    ] = None,
 ) -> None:
     """Answer needle questions over every compressed cache, raw and gated, with the live meter.
 
@@ -178,7 +183,9 @@ def _staged(progress: Progress) -> Any:
 
 @app.command()
 def calibrate(
-    text: Annotated[Path, typer.Option("--text", help="Text like the one that will be served.", exists=True, dir_okay=False)],
+    text: Annotated[
+        Path, typer.Option("--text", help="Text like the one that will be served.", exists=True, dir_okay=False)
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Safetensors file to write.")],
     model: ModelOption = None,
     length: Annotated[int, typer.Option("--length", help="Tokens to fit to: the length that will be served.")] = 2048,
@@ -293,10 +300,14 @@ def schemes() -> None:
 
 @app.command()
 def conformance(
-    impl: Annotated[str, typer.Option("--impl", help="ref, torch-cpu, triton-interpret, triton-cuda or package.module:Adapter.")],
+    impl: Annotated[
+        str, typer.Option("--impl", help="ref, torch-cpu, triton-interpret, triton-cuda or package.module:Adapter.")
+    ],
     profile: Annotated[str, typer.Option("--profile", help="quick, ci or release.")] = "ci",
     seed: Annotated[int, typer.Option("--seed", help="Seed of all draws.")] = 0,
-    report: Annotated[Path | None, typer.Option("--conformance-report", help="JSON to write; HTML goes beside it.")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--conformance-report", help="JSON to write; HTML goes beside it.")
+    ] = None,
 ) -> None:
     """Test an implementation against every contract; exits with 1 unless all that it offers hold.
 
@@ -311,7 +322,9 @@ def conformance(
 def release_check(
     profile: Annotated[str, typer.Option("--profile", help="quick, ci or release.")] = "release",
     seed: Annotated[int, typer.Option("--seed", help="Seed of all draws.")] = 0,
-    report: Annotated[Path | None, typer.Option("--conformance-report", help="JSON to write; HTML goes beside it.")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--conformance-report", help="JSON to write; HTML goes beside it.")
+    ] = None,
 ) -> None:
     """Test every shipped implementation that this machine can run; exits with 1 unless all properties passed.
 

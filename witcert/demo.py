@@ -126,7 +126,12 @@ class Demo:
         """The table, as text."""
         rows = []
         for e in self.summary():
-            row = [e["scheme"], "—" if e["gate"] is None else f"τ={e['gate']}", f"{e['right']}/{e['prompts']}", f"{e['cells']}"]
+            row = [
+                e["scheme"],
+                "—" if e["gate"] is None else f"τ={e['gate']}",
+                f"{e['right']}/{e['prompts']}",
+                f"{e['cells']}",
+            ]
             if e["cells"]:
                 true = e["true_tv_median"]
                 row += [f"{e['coverage']:.4f}", f"{e['meter_median']:.3g}", f"{e['meter_max']:.3g}"]
@@ -180,7 +185,7 @@ def prefill(model: Any, input_ids: Tensor) -> Prefix:
     from transformers import DynamicCache
 
     model.set_attn_implementation("sdpa")
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     with torch.inference_mode():
         logits = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     layers = [(layer.keys, layer.values) for layer in cache.layers]
@@ -212,7 +217,9 @@ class Watcher:
         certificate, step = record.certificate, record.step - self.prompt_tokens
         columns = [x[0].tolist() for x in (certificate.meter, certificate.eform, true_tv(self.cache, record))]
         seen = record.reading.compressed_before[0].tolist()
-        cells = [(record.layer, head, step, *cell) for head, cell in enumerate(zip(*columns, strict=True)) if seen[head]]
+        cells = [
+            (record.layer, head, step, *cell) for head, cell in enumerate(zip(*columns, strict=True)) if seen[head]
+        ]
         self.cells += cells
         self.worst = max((cell[3] for cell in cells), default=self.worst)
 
@@ -244,7 +251,9 @@ def answer(
         cache.preload(prefix.layers)
         watcher = cache.observer = Watcher(cache, prompt.tokens)
     began = time.perf_counter()
-    tokens = decode(model, cache, prefix.next_token, new_tokens, stop, lambda n: progress(n, watcher and watcher.worst))
+    tokens = decode(
+        model, cache, prefix.next_token, new_tokens, stop, lambda n: progress(n, watcher.worst if watcher else None)
+    )
     seconds = time.perf_counter() - began
     text = tokenizer.decode([t for t in tokens if t not in stop], skip_special_tokens=True).strip()
     run = Run(
@@ -349,7 +358,12 @@ def run_demo(
     close = None
     if steps and "int8" in schemes and prefix is not None:
         close = fidelity(
-            model, prefix, "int8", steps, calibration, lambda n, worst: progress("int8: fidelity", done + n, total, worst)
+            model,
+            prefix,
+            "int8",
+            steps,
+            calibration,
+            lambda n, worst: progress("int8: fidelity", done + n, total, worst),
         )
     import transformers
 

@@ -34,7 +34,9 @@ def generate(
         inputs = tokenizer(prompt, return_tensors="pt")
     else:
         message = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        inputs = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
     length = inputs["input_ids"].shape[1]
     window = getattr(model.config, "max_position_embeddings", None)
     if window is not None and length + max_new_tokens > window:
@@ -42,7 +44,7 @@ def generate(
             f"prompt: got {length} tokens and {max_new_tokens} new ones, wants at most the model's window of {window}"
         )
 
-    class Streamer(TextStreamer):  # type: ignore[misc]
+    class Streamer(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             write(text)
 

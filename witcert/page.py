@@ -48,7 +48,7 @@ def heat_map(runs: Sequence[Run]) -> Figure | None:
     columns = min(3, len(chosen))
     rows = -(-len(chosen) // columns)
     figure, axes = _figure(2.4 * columns + 0.6, 2.1 * rows + 0.3, rows, columns)
-    image = None
+    image: Any = None
     for axis, run in zip(axes.flat, chosen, strict=False):
         cells = run.cells
         grid = np.zeros((cells["layer"].max() + 1, cells["step"].max() + 1))
@@ -90,7 +90,9 @@ def scatter(runs: Sequence[Run], points: int = 1500) -> Figure:
             cells = rng.choice(cells, points, replace=False)
         axis.plot(np.maximum(cells["true_tv"], 1e-6), cells["meter"], ".", markersize=2, alpha=0.5, label=scheme)
     axis.plot([1e-6, 1], [1e-6, 1], color="black", linewidth=0.8)
-    axis.set(xscale="log", yscale="log", xlabel="true total variation", ylabel="meter", xlim=(1e-6, 1.2), ylim=(1e-4, 1.2))
+    axis.set(
+        xscale="log", yscale="log", xlabel="true total variation", ylabel="meter", xlim=(1e-6, 1.2), ylim=(1e-4, 1.2)
+    )
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, markerscale=5)
     return figure
@@ -101,7 +103,9 @@ def traffic(runs: Sequence[Run]) -> Figure:
     figure, axes = _figure(height=3.2)
     axis = axes[0, 0]
     grouped = _by_scheme(runs, gated=True)
-    share = [100 * sum(r.pages_repaired for r in mine) / max(sum(r.pages for r in mine), 1) for mine in grouped.values()]
+    share = [
+        100 * sum(r.pages_repaired for r in mine) / max(sum(r.pages for r in mine), 1) for mine in grouped.values()
+    ]
     bars = axis.barh(list(grouped), share)
     axis.bar_label(bars, fmt="%.2f %%", fontsize=8, padding=2)
     axis.set(xlabel="pages repaired, per cent of all pages", xlim=(0, max([*share, 1]) * 1.2))

@@ -68,9 +68,7 @@ class StoreLayout:
                 raise ValueError(f"{name}: got {value}, wants an even number from 2 to 1024")
         check_choice("dtype", self.dtype, MODEL_DTYPES)
         check_choice("page_size", self.page_size, [2**i for i in range(9)])
-        if self.group is not None and (
-            self.group < 1 or self.head_dim % self.group or self.head_dim_v % self.group
-        ):
+        if self.group is not None and (self.group < 1 or self.head_dim % self.group or self.head_dim_v % self.group):
             raise ValueError(
                 f"group: got {self.group}, wants a divisor of head_dim {self.head_dim} and head_dim_v {self.head_dim_v}"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -168,7 +168,7 @@ def _decode_packed(
     }  # fmt: skip
     scalars = {"dither": int(dither), "dither_period": dither_period, "seed": seed % 2**64, "layer": layer}
     common = (q, page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, exact_k, exact_v, sinks, bias)
-    options = {
+    options: dict[str, Any] = {
         "causal": causal, "sm_scale": sm_scale, "cap": cap, "window_left": window_left, "delta_local": delta_local,
         "splits": splits, "want_shares": want_shares,
     }  # fmt: skip
@@ -177,7 +177,7 @@ def _decode_packed(
 
         return triton_reader.decode_packed(*common, tensors=tensors, scalars=scalars, **options)
     packed = reader.PackedReader(tensors, scalars)
-    return reader.decode(common[0], packed, *common[1:], **options)  # type: ignore[return-value,arg-type]
+    return reader.decode(common[0], packed, *common[1:], **options)  # type: ignore[return-value]
 
 
 @_decode_packed.register_fake
@@ -220,7 +220,7 @@ def _decode_observatory(
         "v_error": v_error, "v_norm": v_norm, "f": f, "u": u, "band_of_channel": band_of_channel,
     }  # fmt: skip
     common = (q, page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, exact_k, exact_v, sinks, bias)
-    options = {
+    options: dict[str, Any] = {
         "causal": causal, "sm_scale": sm_scale, "cap": cap, "window_left": window_left, "splits": splits,
         "want_shares": want_shares,
     }  # fmt: skip
@@ -229,7 +229,7 @@ def _decode_observatory(
 
         return triton_reader.decode_observatory(*common, tensors=tensors, **options)
     observatory = reader.ObservatoryReader(tensors)
-    return reader.decode(common[0], observatory, *common[1:], delta_local=0.0, **options)  # type: ignore[return-value,arg-type]
+    return reader.decode(common[0], observatory, *common[1:], delta_local=0.0, **options)  # type: ignore[return-value]
 
 
 @_decode_observatory.register_fake
@@ -372,7 +372,19 @@ def certified_decode(
     if not isinstance(pool, PackedPool | ObservatoryPool):
         raise TypeError(f"pool: got {type(pool).__name__}, wants a PackedPool or an ObservatoryPool")
     _check_decode(
-        q, pool, page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, sinks, bias, logits_soft_cap, window_left, splits
+        q,
+        pool,
+        page_table,
+        seq_lens,
+        qo_indptr,
+        k_new,
+        v_new,
+        exact_pages,
+        sinks,
+        bias,
+        logits_soft_cap,
+        window_left,
+        splits,
     )
     layout, calibration = pool.layout, pool.calibration
     scale = layout.head_dim**-0.5 if sm_scale is None else float(sm_scale)
@@ -490,5 +502,5 @@ def _check_values(
         longest = int(lengths.max()) if len(lengths) else 0
         if bias.shape[-1] < longest:
             raise ValueError(f"bias: got {bias.shape[-1]} tokens, wants {longest} at least")
-        if not bool(((bias < float("inf"))).all()):
+        if not bool((bias < float("inf")).all()):
             raise ValueError("bias: got NaN or +Inf, wants finite numbers or -Inf")

@@ -166,7 +166,9 @@ class PackedReader:
             bound = bound + query.sketch_error @ steps
 
         if self.t["bypass"].shape[-1]:
-            x = x + (query.bypass @ self._load("bypass", pages, cut).to(torch.float64).transpose(1, 2)).to(torch.float32)
+            x = x + (query.bypass @ self._load("bypass", pages, cut).to(torch.float64).transpose(1, 2)).to(
+                torch.float32
+            )
         if options.with_shift:
             x = x + query.shift.to(torch.float32)[..., None]
         if bias is not None:
@@ -197,10 +199,7 @@ class PackedReader:
         values = self._load("v_codes", pages, cut).to(torch.float32)
         width_v = values.shape[-1] // self.groups_v
         acc = torch.cat(
-            [
-                (p * scale_v[:, None, :, g]) @ values[..., g * width_v : (g + 1) * width_v]
-                for g in range(self.groups_v)
-            ],
+            [(p * scale_v[:, None, :, g]) @ values[..., g * width_v : (g + 1) * width_v] for g in range(self.groups_v)],
             dim=-1,
         ).to(torch.float64)
         rho = scale_v.square().sum(-1).sqrt() * (width_v**0.5 / 2 * rounding.STEP_WIDEN * rounding.FLOAT_UP)
@@ -433,7 +432,9 @@ def decode(
         total = bounds[b + 1] - bounds[b]
         offset = length if k_new is not None else length - total  # position of the sequence's first query row
         repaired = None if exact_pages is None else exact_pages[b]
-        mixed = k_new is not None or sinks is not None or cap != 0 or (repaired is not None and bool((repaired >= 0).any()))
+        mixed = (
+            k_new is not None or sinks is not None or cap != 0 or (repaired is not None and bool((repaired >= 0).any()))
+        )
         options = Options(
             sm_scale=sm_scale,
             cap=cap,
@@ -466,7 +467,11 @@ def decode(
                 end = stop - bounds[b] if causal else total
                 for t0 in range(begin, end, TILE):
                     t1 = min(t0 + TILE, end)
-                    here = None if bias is None else _group_bias(bias[first:stop], kv_heads)[..., length + t0 : length + t1]
+                    here = (
+                        None
+                        if bias is None
+                        else _group_bias(bias[first:stop], kv_heads)[..., length + t0 : length + t1]
+                    )
                     allowed, here = _bias_mask(span.mask(length + t0, length + t1), here)
                     chunk = keys[:, t0:t1], values[:, t0:t1]
                     parts.append(exact_tile(span, options, *chunk, allowed, here, known=reader.known))
@@ -606,10 +611,10 @@ def _repaired(
 def _stack(parts: list[Partial]) -> Partial:
     """Partials of single kv heads, as one of all."""
 
-    def join(values: list[object]) -> object:
+    def join(values: list[Any]) -> Any:
         head = values[0]
         if isinstance(head, Tensor):
-            return torch.cat(values)  # type: ignore[arg-type]
+            return torch.cat(values)
         if isinstance(head, Moments):
             return Moments(*(torch.cat([getattr(v, n) for v in values]) for n in ("m", "l", "a1", "a2", "c_max")))
         return head

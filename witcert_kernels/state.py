@@ -193,9 +193,7 @@ class Result:
     value_error: Tensor
 
 
-def finish(
-    part: Partial, tokens: int, sum_error: float, out_error: float, out_floor: float, small: float
-) -> Result:
+def finish(part: Partial, tokens: int, sum_error: float, out_error: float, out_floor: float, small: float) -> Result:
     """Evaluate a merged partial.
 
     Args:
@@ -226,7 +224,9 @@ def finish(
     out = part.acc / l[..., None]
     mean_rho = part.rho / l
     value_error = 2 * meter * top + mean_rho * (1 + sum_error) + (sum_error + small * tokens) * top
-    value_error = (value_error + out_error * (top + value_error) + out_floor * part.acc.shape[-1] ** 0.5) * (1 + 2.0**-20)
+    value_error = (value_error + out_error * (top + value_error) + out_floor * part.acc.shape[-1] ** 0.5) * (
+        1 + 2.0**-20
+    )
     value_error = torch.where(part.bad_v | part.bad & (top == INF), INF, torch.where(seen, value_error, 0.0))
     lse = torch.where(seen, mo.m + l.log(), -INF)
     risk = torch.where(seen, part.m_a + part.l_a.log() - lse, 0.0).clamp_min(0.0)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, TypeVar
 
-import mpmath  # type: ignore[import-untyped]
+import mpmath
 from mpmath import mp
 from numpy.typing import NDArray
 

@@ -56,7 +56,7 @@ def meter_covers_worst_case(block: Block, decoded: Decoded) -> None:
     least = exact.worst_case(p, c)
     got = cell(block, decoded.meter, "meter")
     margin = FLOAT_MARGIN * least + np.minimum(8 * block.noise, 1.0)
-    sure = (got >= least + margin) & (c.max(1, initial=0) < C_LARGE)
+    sure = (got >= 1) | (got >= least + margin) & (c.max(1, initial=0) < C_LARGE)
     for r in np.flatnonzero(plain_rows(block) & ~sure).tolist():
         p_r = exact.softmax_mp(block.logits_mp(r))
         bound = exact.worst_case_mp(p_r, block.bounds_mp(r))
@@ -75,7 +75,7 @@ def meter_covers_true_keys(block: Block, decoded: Decoded) -> None:
     p = _masked(block)[0]
     true = exact.softmax(np.where(rows[:, None], block.x_true, 0.0))
     moved = exact.total_variation(p, true)
-    for r in np.flatnonzero(rows & (got < moved * (1 + FLOAT_MARGIN) + 8 * block.noise)).tolist():
+    for r in np.flatnonzero(rows & (got < 1) & (got < moved * (1 + FLOAT_MARGIN) + 8 * block.noise)).tolist():
         actual = exact.tv_mp(exact.softmax_mp(block.logits_mp(r)), exact.softmax_mp(block.true_logits_mp(r)))
         require(
             MP.mpf(float(got[r])) >= actual,
@@ -88,8 +88,8 @@ def meter_is_useful(block: Block, decoded: Decoded) -> None:
     got = cell(block, decoded.meter, "meter")
     p, _ = _masked(block)
     upper = block.bounds[1]
-    most = np.minimum(exact.meter(p, upper) * 1.01 + block.slack, 1.0)
-    sure = (got <= most * (1 - FLOAT_MARGIN) - 8 * block.noise) & (upper.max(1, initial=0) < C_LARGE)
+    most = (exact.meter(p, upper) * 1.01 + block.slack) * (1 - FLOAT_MARGIN) - 8 * block.noise
+    sure = (got <= np.minimum(most, 1)) & (upper.max(1, initial=0) < C_LARGE)
     for r in np.flatnonzero(plain_rows(block) & ~sure).tolist():
         meter = exact.meter_mp(exact.softmax_mp(block.logits_mp(r)), block.bounds_mp(r, upper=True))
         most_r = min(meter * MP.mpf("1.01") + MP.mpf(float(block.slack[r])), MP.one)

@@ -61,7 +61,7 @@ def test_ragged_batch(name: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "dither", "everything"])
 def test_meter_is_the_formula(name: str) -> None:
-    """At least the worst case for the bound that the store implies, and at most the meter of that bound and a little."""
+    """At least the worst case for the bound that the store implies, at most that bound's meter and a little."""
     layout = StoreLayout(2, 64, 64, **LAYOUTS[name])
     case = make_case(4, layout, [150], heads=4)
     q = queries(case, 3)[1:2]

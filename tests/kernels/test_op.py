@@ -19,8 +19,8 @@ def test_opcheck() -> None:
     pool, cal, q = case.pool, case.pool.calibration, queries(case, 2)
     arguments = (
         q, case.page_table, case.seq_lens, None, None, None, None, pool.exact.k, pool.exact.v, None, None, pool.k_codes,
-        pool.k_scale, pool.sketch, pool.witness, pool.bypass, pool.v_codes, pool.v_scale, pool.v_norm, cal.mu, cal.f, cal.u,
-        pool.bypass_channels, pool.band_of_channel, False, 64, 0, 5, True, 0.125, 0.0, -1, 0.0, 1, False,
+        pool.k_scale, pool.sketch, pool.witness, pool.bypass, pool.v_codes, pool.v_scale, pool.v_norm, cal.mu, cal.f,
+        cal.u, pool.bypass_channels, pool.band_of_channel, False, 64, 0, 5, True, 0.125, 0.0, -1, 0.0, 1, False,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.witcert.decode_packed, arguments)
     write = (
@@ -38,12 +38,15 @@ def test_compiles_to_one_graph() -> None:
     def step(q: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.ops.witcert.decode_packed(
             q * 1.0, page_table, seq_lens, None, None, None, None, pool.exact.k, pool.exact.v, None, None, pool.k_codes,
-            pool.k_scale, pool.sketch, pool.witness, pool.bypass, pool.v_codes, pool.v_scale, pool.v_norm, cal.mu, cal.f,
-            cal.u, pool.bypass_channels, pool.band_of_channel, False, 64, 0, 5, True, 0.125, 0.0, -1, 0.0, 1, False,
+            pool.k_scale, pool.sketch, pool.witness, pool.bypass, pool.v_codes, pool.v_scale, pool.v_norm, cal.mu,
+            cal.f, cal.u, pool.bypass_channels, pool.band_of_channel, False, 64, 0, 5, True, 0.125, 0.0, -1, 0.0, 1,
+            False,
         )  # fmt: skip
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for got, wanted in zip(compiled(q, case.page_table, case.seq_lens), step(q, case.page_table, case.seq_lens), strict=True):
+    for got, wanted in zip(
+        compiled(q, case.page_table, case.seq_lens), step(q, case.page_table, case.seq_lens), strict=True
+    ):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
@@ -109,8 +112,9 @@ def test_peak_temporary_is_one_tile_a_head(length: int) -> None:
     q = queries(case, 1)
     with Largest() as largest:
         reader.decode(
-            q, packed, case.page_table, case.seq_lens, None, None, None, None, case.pool.exact.k, case.pool.exact.v, None,
-            None, causal=True, sm_scale=0.125, cap=0.0, window_left=-1, delta_local=0.0, splits=1, want_shares=False,
+            q, packed, case.page_table, case.seq_lens, None, None, None, None, case.pool.exact.k, case.pool.exact.v,
+            None, None, causal=True, sm_scale=0.125, cap=0.0, window_left=-1, delta_local=0.0, splits=1,
+            want_shares=False,
         )  # fmt: skip
     assert largest.bytes <= reader.TILE * 2 * 64 * 8
 
@@ -129,7 +133,12 @@ def test_budget() -> None:
 
 def test_bad_input_is_named() -> None:
     case = make_case(6, StoreLayout(2, 64, 64, page_size=8), [20, 30], heads=4)
-    good: dict[str, Any] = {"q": queries(case, 2), "pool": case.pool, "page_table": case.page_table, "seq_lens": case.seq_lens}
+    good: dict[str, Any] = {
+        "q": queries(case, 2),
+        "pool": case.pool,
+        "page_table": case.page_table,
+        "seq_lens": case.seq_lens,
+    }
     indptr = torch.tensor([0, 1, 2], dtype=torch.int32)
     bad: list[tuple[str, type[Exception], dict[str, Any]]] = [
         ("q", TypeError, {"q": good["q"].half()}),
@@ -173,7 +182,11 @@ def test_pool_copies_move_every_part() -> None:
     case.pool.take_pages(order, case.pool.num_pages + 4)
     moved = torch.where(case.page_table < 0, -1, case.pool.num_pages - 5 - case.page_table).to(torch.int32)
     after = certified_decode(q, case.pool, moved, case.seq_lens)
-    for x, y in zip((before[0], before[2].meter, before[2].value_error), (after[0], after[2].meter, after[2].value_error), strict=True):
+    for x, y in zip(
+        (before[0], before[2].meter, before[2].value_error),
+        (after[0], after[2].meter, after[2].value_error),
+        strict=True,
+    ):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
     assert isinstance(case.pool, PackedPool) and all(
         len(getattr(case.pool, n)) == case.pool.num_pages for n in case.pool.page_tensors

@@ -7,7 +7,15 @@ from fractions import Fraction
 import pytest
 import torch
 
-from witcert_kernels import LayerCalibration, ObservatoryLayout, ObservatoryPool, PackedPool, StoreLayout, observe_, quantize_
+from witcert_kernels import (
+    LayerCalibration,
+    ObservatoryLayout,
+    ObservatoryPool,
+    PackedPool,
+    StoreLayout,
+    observe_,
+    quantize_,
+)
 from witcert_kernels.philox import dither
 
 from .oracle import make_case, random_calibration
@@ -24,7 +32,17 @@ def rational(x: torch.Tensor) -> list[Fraction]:
 def test_stored_key_is_within_half_a_step(dithered: bool, dtype: torch.dtype) -> None:
     """Every bound that the read takes from the bytes, in exact rationals."""
     layout = StoreLayout(
-        1, 32, 32, dtype=dtype, group=16, sketch=2, witness_bands=4, bypass=1, dither=dithered, page_size=4, dither_period=8
+        1,
+        32,
+        32,
+        dtype=dtype,
+        group=16,
+        sketch=2,
+        witness_bands=4,
+        bypass=1,
+        dither=dithered,
+        page_size=4,
+        dither_period=8,
     )
     case = make_case(1, layout, [30], heads=1)
     pool, cal = case.pool, case.pool.calibration
@@ -103,7 +121,11 @@ def test_bytes_depend_on_the_key_alone(dithered: bool) -> None:
         return token | {"v_norm": pool.v_norm[order[:7]]}
 
     once = write(torch.arange(10), [50])
-    for order, chunks in ((torch.randperm(10, generator=g), [50]), (torch.arange(10), [1] * 50), (torch.arange(10), [13, 30, 7])):
+    for order, chunks in (
+        (torch.randperm(10, generator=g), [50]),
+        (torch.arange(10), [1] * 50),
+        (torch.arange(10), [13, 30, 7]),
+    ):
         again = write(order, chunks)
         assert all(torch.equal(once[n], again[n]) for n in once)
 
@@ -154,7 +176,7 @@ def test_bad_input_is_named_before_anything_is_written() -> None:
             quantize_(*arguments)  # type: ignore[arg-type]
     assert all(int(getattr(pool, n).count_nonzero()) == 0 for n in pool.page_tensors)
     observatory = ObservatoryPool(ObservatoryLayout(2, 64, 32, page_size=4), 2)
-    with pytest.raises(ValueError, match="^k_hat: got shape"):
+    with pytest.raises(ValueError, match=r"^k_hat: got shape"):
         observe_(k, v, k[..., :8], v, observatory, slots)
     assert int(observatory.k_hat.count_nonzero()) == 0
 
@@ -207,7 +229,7 @@ def test_bad_calibrations_are_named() -> None:
         PackedPool(StoreLayout(2, 64, 64), 1, calibration=build())
     with pytest.raises(ValueError, match=r"layout.sketch: got 2, wants at most"):
         PackedPool(StoreLayout(2, 64, 64, sketch=2, bypass=1), 1, calibration=build())
-    with pytest.raises(ValueError, match="^seed: got None"):
+    with pytest.raises(ValueError, match=r"^seed: got None"):
         PackedPool(StoreLayout(2, 64, 64, dither=True), 1)
 
 
