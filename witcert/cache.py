@@ -162,8 +162,8 @@ class WitCertCache(Cache):
         TypeError, ValueError: a model or an argument that is not supported, by name.
 
     Use with ``model.set_attn_implementation("witcert")`` and ``past_key_values=cache``. Logical positions do not count
-    left padding. A chunk of one position reads everything from the store; a longer one, and the first
-    token of a sequence, attend to their own chunk exactly and to the rest from the store. No length is refused.
+    left padding. A chunk of one position reads everything from the store; a longer one, and the first token of a
+    sequence, attend to their own chunk exactly and to the rest from the store. No length is refused.
     """
 
     layers: list[WitCertLayer]  # type: ignore[assignment]
@@ -241,7 +241,6 @@ class WitCertCache(Cache):
             TypeError, ValueError: by name, before anything is written.
             BudgetExhausted: the dithered store's steps are used up; nothing is written.
         """
-        layer, index = self.layers[handle.layer_idx], handle.layer_idx
         index, layer = handle.layer_idx, self.layers[handle.layer_idx]
         batch, _, n, _ = query.shape
         if layer.window != window:
@@ -285,14 +284,19 @@ class WitCertCache(Cache):
             attention_mask: ``[batch, n]`` padding mask, or None.
 
         Raises:
-            ValueError: the cache is not empty, or another number of layers.
+            ValueError: the cache is not empty, or another number of layers, sequences or positions.
         """
         if len(keys_values) != len(self.layers):
             raise ValueError(f"keys_values: got {len(keys_values)} layers, wants {len(self.layers)}")
         if self.get_seq_length():
             raise ValueError(f"preload: got a cache of {self.get_seq_length()} positions, wants an empty one")
+        batch, _, n, _ = keys_values[0][0].shape
+        for x in (x for pair in keys_values for x in pair):
+            if x.ndim != 4 or (x.shape[0], x.shape[2]) != (batch, n):
+                raise ValueError(
+                    f"keys_values: got shape {list(x.shape)}, wants [{batch}, kv_heads, {n}, d] everywhere"
+                )
         for index, (layer, (key, value)) in enumerate(zip(self.layers, keys_values, strict=True)):
-            batch, _, n, _ = key.shape
             chunk = Chunk.of(layer.store, attention_mask, batch, n, key.device)
             k, v = chunk.tokens(key), chunk.tokens(value)
             self._begin(index, n, 0)
@@ -464,8 +468,7 @@ class WitCertCache(Cache):
 
     def _read(self, index: int, read: Read) -> Tensor:
         """Read, gate decode rows, report."""
-        gated = self.tau is not None and read.is_decode
-        reading = read_gated(read, self.tau) if gated and self.tau is not None else read_once(read)
+        reading = read_once(read) if self.tau is None or not read.is_decode else read_gated(read, self.tau)
         record = StepRecord(index, self._step, read, reading)
         if any(read.lengths):
             self._telemetry.add(record)

@@ -86,14 +86,19 @@ def demo(
     report: Annotated[
         Path | None, typer.Option("--report", help="Write a self-contained HTML page with plots.")
     ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of torch.")] = 1,
 ) -> None:
     """Answer needle questions over every compressed cache, raw and gated, with the live meter.
 
     Example: witcert demo --quick --report demo.html
     """
+    import torch
+
     from . import page
     from .demo import run_demo
 
+    # a step is many small operations: threads that wait for each other cost more than they bring on a busy machine
+    torch.set_num_threads(threads)
     for target in (json, report):
         if target is not None and not target.absolute().parent.is_dir():
             raise ValueError(f"{target}: its folder does not exist")

@@ -174,7 +174,7 @@ class Demo:
 
 @dataclass
 class Prefix:
-    """A prompt's exact keys and values, computed once: k, v ``[1, kv_heads, tokens, d]`` a layer, and the next token."""
+    """A prompt's exact k, v ``[1, kv_heads, tokens, d]`` of each layer, computed once, and the next token."""
 
     layers: list[tuple[Tensor, Tensor]]
     next_token: Tensor

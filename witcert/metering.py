@@ -29,7 +29,7 @@ from .capture import Captured, CapturedLayer, CaptureMetadata, Progress
 from .read import Read
 from .schemes import PackedScheme, Scheme, get
 from .store import LayerStore
-from .truth import _sequence_tv as sequence_tv
+from .truth import read_tv
 
 if TYPE_CHECKING:
     from .calibration import Calibration
@@ -183,7 +183,7 @@ def meter(
         pools.append(store.pool)
         for step in range(0, len(layer.q), ROWS):
             read = causal_read(store, layer, captured.metadata, step, min(step + ROWS, len(layer.q)), budget)
-            cells += _cells(n, step, chosen.name, read.run()[2], sequence_tv(read, 0, read.lengths[0], slice(None)))
+            cells += _cells(n, step, chosen.name, read.run()[2], read_tv(read))
         if progress is not None:
             progress("meter", n + 1, count)
     layout = pools[0].layout

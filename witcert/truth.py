@@ -32,13 +32,39 @@ def true_tv(cache: WitCertCache, record: StepRecord) -> Tensor:
     """
     if record.read.store.backing is None:
         raise ValueError("backing: got a cache without exact keys, wants WitCertCache(…, backing=True)")
-    read = record.read
-    bounds = range(len(read.sequences) + 1) if read.qo_indptr is None else read.qo_indptr
-    parts = [
-        _sequence_tv(read, sequence, length, slice(bounds[i], bounds[i + 1]))
-        for i, (sequence, length) in enumerate(zip(read.sequences, read.lengths, strict=True))
-    ]
-    return torch.cat(parts)
+    return read_tv(record.read)
+
+
+def read_tv(read: Read) -> Tensor:
+    """As :func:`true_tv`, of a read of any store that keeps exact keys."""
+    pairs = [logits(read, i) for i in range(len(read.sequences))]
+    return torch.cat([(exact.softmax(-1) - stored.softmax(-1)).abs().sum(-1) / 2 for exact, stored in pairs])
+
+
+def logits(read: Read, i: int) -> tuple[Tensor, Tensor]:
+    """Logits of the exact and of the stored keys for the rows of a read's i-th sequence, which keeps exact keys.
+
+    float64 ``[rows, heads, tokens]``, after the cap, −Inf for tokens that a row does not attend to; a sink comes last.
+    """
+    store, sequence, length = read.store, read.sequences[i], read.lengths[i]
+    rows = slice(i, i + 1) if read.qo_indptr is None else slice(read.qo_indptr[i], read.qo_indptr[i + 1])
+    q, layout = read.q[rows].to(torch.float64), store.pool.layout
+    scale = layout.head_dim**-0.5 if read.sm_scale is None else read.sm_scale
+
+    def products(keys: Tensor) -> Tensor:
+        return scale * torch.einsum("nkgd,tkd->nkgt", q.unflatten(1, (layout.kv_heads, -1)), keys).flatten(1, 2)
+
+    exact, stored = products(exact_keys(store, sequence, length)), stored_logits(store, sequence, length, q, scale)
+    first = length - len(q)
+    if read.k_new is not None:
+        own = products(read.k_new[rows].to(torch.float64))
+        exact, stored, first = torch.cat([exact, own], -1), torch.cat([stored, own], -1), length
+    position = torch.arange(first, first + len(q), device=q.device)[:, None]
+    token = torch.arange(exact.shape[-1], device=q.device)
+    hidden = token > position
+    if read.window_left >= 0:
+        hidden |= token < position - read.window_left
+    return _finished(exact, hidden, read), _finished(stored, hidden, read)
 
 
 def exact_keys(store: LayerStore, sequence: int, length: int) -> Tensor:
@@ -69,40 +95,14 @@ def stored_logits(store: LayerStore, sequence: int, length: int, q: Tensor, sm_s
     return logits.flatten(1, 2)
 
 
-def _sequence_tv(read: Read, sequence: int, length: int, rows: slice) -> Tensor:
-    store, q = read.store, read.q[rows].to(torch.float64)
-    layout = read.store.pool.layout
-    kv_heads, heads, n = layout.kv_heads, q.shape[1], q.shape[0]
-    scale = layout.head_dim**-0.5 if read.sm_scale is None else read.sm_scale
-
-    def products(keys: Tensor) -> Tensor:
-        return scale * torch.einsum("nkgd,tkd->nkgt", q.unflatten(1, (kv_heads, -1)), keys).flatten(1, 2)
-
-    exact = products(exact_keys(store, sequence, length))
-    stored = stored_logits(store, sequence, length, q, scale)
-    first = length - n
-    if read.k_new is not None:
-        own = products(read.k_new[rows].to(torch.float64))
-        exact, stored, first = torch.cat([exact, own], -1), torch.cat([stored, own], -1), length
-    position = torch.arange(first, first + n, device=q.device)[:, None]
-    token = torch.arange(exact.shape[-1], device=q.device)
-    hidden = token > position
-    if read.window_left >= 0:
-        hidden |= token < position - read.window_left
-    p, p_stored = (_weights(x, hidden[:, None, :], read) for x in (exact, stored))
-    return (p - p_stored).abs().sum(-1).view(n, heads) / 2
-
-
-def _weights(logits: Tensor, hidden: Tensor, read: Read) -> Tensor:
-    """Softmax with cap and sinks, the sink's own weight last."""
-    cap = read.logits_soft_cap
-    if cap:
-        logits = cap * (logits / cap).tanh()
-    logits = logits.masked_fill(hidden, -torch.inf)
-    if read.sinks is not None:
-        sinks = read.sinks.to(torch.float64)[None, :, None].expand(len(logits), -1, 1)
-        logits = torch.cat([logits, sinks], -1)
-    return logits.softmax(-1)
+def _finished(x: Tensor, hidden: Tensor, read: Read) -> Tensor:
+    """With cap, mask and sink."""
+    if read.logits_soft_cap:
+        x = read.logits_soft_cap * (x / read.logits_soft_cap).tanh()
+    x = x.masked_fill(hidden[:, None, :], -torch.inf)
+    if read.sinks is None:
+        return x
+    return torch.cat([x, read.sinks.to(torch.float64)[None, :, None].expand(len(x), -1, 1)], -1)
 
 
 def _slots(store: LayerStore, sequence: int, length: int) -> Tensor:

@@ -274,7 +274,7 @@ class ObservatoryReader:
         c = (query.witness @ witness + zeta[..., None]) * (1 + 2.0**-40)
         moments, p, excess = exp_moments(x, c, masked)
         m_a, l_a = log_mass(moments, x, c)
-        known = er = e1 = e2 = None
+        known = er = ee = e1 = e2 = None
         if self.r:
             unit = self._load("sketch_scale", pages, cut)[..., 0]
             clamped = ~(unit < INF)
@@ -286,7 +286,8 @@ class ObservatoryReader:
             c_two = (c_two * (1 + 2.0**-40)).masked_fill(clamped[:, None, :], INF)
             w = x - r
             known, p_w, _ = exp_moments(w, c_two, masked)
-            er, e1 = (p_w * r.exp()).sum(-1), (p_w * r.expm1()).sum(-1)
+            er, ee = (p_w * r.exp()).sum(-1), (p_w * (2 * r).exp()).sum(-1)
+            e1 = (p_w * r.expm1()).sum(-1)
             e2 = (p_w * r.expm1().square()).sum(-1)
         values, error = self._load("v_hat", pages, cut), self._load("v_error", pages, cut)[..., 0]
         lost_v = ~(error < INF)
@@ -307,6 +308,7 @@ class ObservatoryReader:
             compressed=_attended(x, allowed),
             known=known,
             er=er,
+            ee=ee,
             e1=e1,
             e2=e2,
             shares=_shares(excess, moments.m, start, stop, self.page_size) if options.want_shares else [],
@@ -379,6 +381,7 @@ def exact_tile(
         compressed=torch.zeros_like(l, dtype=torch.int64),
         known=weighted if known else None,
         er=l if known else None,
+        ee=l if known else None,
         e1=zero if known else None,
         e2=zero if known else None,
     )
@@ -393,7 +396,7 @@ def sink_partial(sinks: Tensor, rows: int, kv_heads: int, head_dim_v: int, *, kn
     moments = Moments(x, one, zeta.expm1(), zeta.expm1().square(), zeta)
     part.moments, part.m_a, part.l_a, part.zeta_max = moments, x, one + moments.a1, zeta
     if known:
-        part.known, part.er = moments, one
+        part.known, part.er, part.ee = moments, one, one
     return part
 
 

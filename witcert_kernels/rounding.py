@@ -17,8 +17,8 @@ MOMENT_REL     relative error of a moment: float32 products, float64 sums
 UNDERFLOW      weights below float32's normal range, a token
 ============== =============================================================================================
 
-The Triton kernels keep logits in base 2, sums over a tile in float32 and sums over tiles in float64; a running maximum is
-an integer, so that rescaling is exact. Their own constants:
+The Triton kernels keep logits in base 2, sums over a tile in float32 and sums over tiles in float64; a running maximum
+is an integer, so that rescaling is exact. Their own constants:
 
 ================== =========================================================================================
 DIGIT_LIMIT        largest integer that n balanced base-256 digits hold, a query channel in units of its row's

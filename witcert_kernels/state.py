@@ -64,7 +64,8 @@ class Partial:
 
     acc ``[kv_heads, rows, d_v]`` Σ e^x v̂, rho Σ e^x ρ; zeta_max the largest ζ; m_a, l_a log-sum-exp of x + c;
     norm the largest ‖v̂‖ + ρ; bad, bad_v whether a token that was attended is not finite; compressed how many compressed
-    tokens were attended; known the second set under w = y − r with e1, e2 the sums of e^w e^r and e^w (e^r − 1)^i.
+    tokens were attended; known the second set under w = y − r with er, ee the sums of e^w e^r and e^w e^2r, e1, e2
+    those of e^w (e^r − 1)^i.
     """
 
     moments: Moments
@@ -79,6 +80,7 @@ class Partial:
     compressed: Tensor
     known: Moments | None = None
     er: Tensor | None = None
+    ee: Tensor | None = None
     e1: Tensor | None = None
     e2: Tensor | None = None
     shares: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
@@ -106,6 +108,7 @@ class Partial:
             compressed=full(0, torch.int64),
             known=moments() if known else None,
             er=full(0) if known else None,
+            ee=full(0) if known else None,
             e1=full(0) if known else None,
             e2=full(0) if known else None,
         )
@@ -137,7 +140,8 @@ def merge(parts: Sequence[Partial]) -> Partial:
     known = [part.known for part in parts if part.known is not None]
     if known:
         merged.known, weights = _merge_moments(known)
-        merged.er, merged.e1, merged.e2 = (_total(stack(name), weights) for name in ("er", "e1", "e2"))
+        for name in ("er", "ee", "e1", "e2"):
+            setattr(merged, name, _total(stack(name), weights))
     return merged
 
 
@@ -181,6 +185,21 @@ def log_mass(moments: Moments, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return total, (total > -INF).to(torch.float64)
 
 
+def _relative_deviation(part: Partial) -> Tensor:
+    """Upper bound of ``½ sd(e^r) / mean(e^r)`` under softmax(y − r), from the better conditioned of two second moments.
+
+    Around 1 where r is small, around 0 where all tokens share a large r. Both are float64 sums.
+    """
+    assert part.known is not None
+    kl = torch.where(part.known.l > 0, part.known.l, 1.0)
+    mean, square, e1, e2 = (x / kl for x in (part.er, part.ee, part.e1, part.e2) if x is not None)
+    near = ((e2 - e1.square()).clamp_min(0.0) + rounding.MOMENT_REL**2 * (e2 + e1.square())) / mean.square()
+    ratio = square / mean.square()
+    far = (ratio - 1).clamp_min(0.0) + rounding.MOMENT_REL**2 * (ratio + 1)
+    spread = torch.fmin(near, far)  # a NaN or Inf of one leaves the other
+    return spread.nan_to_num(nan=INF, posinf=INF).sqrt() / 2 * (1 + rounding.MOMENT_REL)
+
+
 @dataclass
 class Result:
     """What a read reports, ``[kv_heads, rows]`` each but ``out`` ``[kv_heads, rows, d_v]``; float64."""
@@ -210,14 +229,9 @@ def finish(part: Partial, tokens: int, sum_error: float, out_error: float, out_f
     absolute = tokens * small * (1 + rise) ** 2 / l
     rounded = (part.zeta_max / 2).tanh() + tokens * small
     bound, eform = mo.meter(rounding.MOMENT_REL, absolute)
-    if part.known is not None and part.er is not None and part.e1 is not None and part.e2 is not None:
-        kl = torch.where(part.known.l > 0, part.known.l, 1.0)
-        mean, e1, e2 = part.er / kl, part.e1 / kl, part.e2 / kl
-        spread = (e2 - e1.square()).clamp_min(0.0) + rounding.MOMENT_REL**2 * (e2 + e1.square())
-        deviation = spread.sqrt() / (2 * mean) * (1 + rounding.MOMENT_REL)
+    if part.known is not None:
         known_bound, _ = part.known.meter(rounding.MOMENT_REL, absolute)
-        two = torch.where(deviation.isnan(), INF, deviation) + known_bound
-        bound = torch.minimum(bound, two)
+        bound = torch.minimum(bound, _relative_deviation(part) + known_bound)
     meter = ((bound + rounded) * (1 + 2.0**-20)).clamp_max(1.0)
     meter = torch.where(part.bad, 1.0, torch.where(seen, meter, 0.0))
     top = part.norm

@@ -64,6 +64,7 @@ def _exact_kernel(
     HAS_EXACT: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DP: tl.constexpr,
     DVP: tl.constexpr, PRECISE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
+    """A split's repaired pages and its share of the own chunk, which follows the pool's ``length`` tokens."""
     kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     sequence, first_row, rows, length, row, row_ok, position, low, high = span(
         Work, Indptr, SeqLens, kv_head, KV, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW

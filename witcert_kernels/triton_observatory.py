@@ -33,6 +33,7 @@ def _query_kernel(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BANDS: tl.constexpr,
     DELTA_WIDEN: tl.constexpr, UP: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
+    """Band norms of a query and of what it has outside the sketch, and its coefficients a; all times the scale."""
     per_head: tl.constexpr = HEADS // KV
     flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kv_head = tl.program_id(1)
@@ -79,6 +80,7 @@ def _observatory_kernel(
     HAS_NEW: tl.constexpr, HAS_EXACT: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DP: tl.constexpr, DVP: tl.constexpr, PRECISE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
+    """A split of a sequence for BLOCK_M rows of a kv head, with both sets of sums."""
     kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     sequence, _, _, length, row, row_ok, position, low, high = span(
         Work, Indptr, SeqLens, kv_head, KV, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW

@@ -64,6 +64,7 @@ def _query_kernel(
     WP: tl.constexpr,
     KP: tl.constexpr,
 ):
+    """BLOCK rows of a kv head, channels as ``[BLOCK, GP, WP]``, in float64; see ``PackedDigits``."""
     flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kv_head = tl.program_id(1)
     per_head: tl.constexpr = HEADS // KV

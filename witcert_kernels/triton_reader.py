@@ -147,6 +147,107 @@ def _witness_bound(
     return total
 
 
+@triton.jit
+def _group(
+    group, digits, high, middle, Digits, Half, Fixed, Dot, Unit, Sketch, RadiusSquare, RadiusBias, KCodes, KScale,
+    SketchCodes, row, row_ok, cell, here, token, base, seed, layer, kv_head, STACK: tl.constexpr, PERIOD: tl.constexpr,
+    D: tl.constexpr, GROUPS: tl.constexpr, R: tl.constexpr, RADIUS: tl.constexpr, WP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIGITS: tl.constexpr,
+):  # fmt: skip
+    """What a channel group adds, ``[rows, tokens]``, each a coefficient of the query times the step: to the logit, to
+    the half-step bound, to sketch and rounding errors, to rounding errors alone, to the radius' two sums. And the
+    steps, 0 where they are not finite, and where that is.
+    """
+    step = tl.load(KScale + cell * GROUPS + group, mask=here, other=0.0).to(tl.float32)
+    lost = ~(step < float("inf"))
+    step = tl.where(lost, 0.0, step)
+    within = tl.arange(0, WP)
+    at = cell[:, None] * D + group * (D // GROUPS) + within[None, :]
+    k = tl.load(KCodes + at, mask=here[:, None] & (within < D // GROUPS)[None, :], other=0)
+    if GROUPS > 1:
+        digits = _load_digits(Digits, row, row_ok, group, 0, 0, 4 if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+        middle = _load_digits(Digits, row, row_ok, group, 0, 1, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+        high = _load_digits(Digits, row, row_ok, group, 0, 2, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+    x = _digit_dot(digits, high, middle, k, STACK, DIGITS, BLOCK_M, BLOCK_N)
+    if PERIOD > 0:
+        x -= _dither_dot(
+            Digits,
+            row,
+            row_ok,
+            seed,
+            layer,
+            kv_head,
+            token,
+            base,
+            group,
+            PERIOD,
+            D,
+            GROUPS,
+            WP,
+            BLOCK_M,
+            BLOCK_N,
+            DIGITS,
+        )
+    x *= tl.load(Unit + row, mask=row_ok, other=0.0)[:, None]
+    for i in tl.static_range(R):
+        code = tl.load(SketchCodes + cell * R + i, mask=here, other=0).to(tl.float32)
+        coefficient = tl.load(Sketch + (row * R + i) * GROUPS + group, mask=row_ok, other=0.0)
+        x -= coefficient[:, None] * code[None, :]
+    at = row * GROUPS + group
+    half = tl.load(Half + at, mask=row_ok, other=0.0)[:, None] * step[None, :]
+    fixed = tl.load(Fixed + at, mask=row_ok, other=0.0)[:, None] * step[None, :]
+    dot = tl.load(Dot + at, mask=row_ok, other=0.0)[:, None] * step[None, :]
+    square = half
+    tilt = half
+    if RADIUS:
+        square = tl.load(RadiusSquare + at, mask=row_ok, other=0.0)[:, None] * (step * step)[None, :]
+        tilt = tl.load(RadiusBias + at, mask=row_ok, other=0.0)[:, None] * step[None, :]
+    return x * step[None, :], half, fixed, dot, square, tilt, step, lost
+
+
+@triton.jit
+def _value_steps(VScale, cell, here, column, DV: tl.constexpr, GROUPS_V: tl.constexpr, HALF_RHO: tl.constexpr):
+    """Steps of values, ``[tokens]`` or with several groups ``[tokens, DVP]``, 0 where they are not finite; and ρ
+    ``[1, tokens]``, Inf there.
+    """
+    if GROUPS_V == 1:
+        steps = tl.load(VScale + cell, mask=here, other=0.0).to(tl.float32)
+        lost = ~(steps < float("inf"))
+        steps = tl.where(lost, 0.0, steps)
+        rho = steps * HALF_RHO
+    else:
+        at = cell[:, None] * GROUPS_V + (column // (DV // GROUPS_V))[None, :]
+        steps = tl.load(VScale + at, mask=here[:, None] & (column < DV)[None, :], other=0.0).to(tl.float32)
+        lost = not_finite(steps)
+        steps = tl.where(lost[:, None], 0.0, steps)
+        rho = tl.sqrt_rn(tl.sum(steps * steps, 1)) * HALF_RHO
+    return steps, tl.where(lost, float("inf"), rho)[None, :]
+
+
+@triton.jit
+def _value_product(p, codes, steps, norm, FLOAT32: tl.constexpr, GROUPS_V: tl.constexpr, INTERPRET: tl.constexpr):
+    """Σ p v̂ ``[rows, DVP]``, in float32 or with weights as float16.
+
+    norm, at least each ‖v̂‖, is over 100 steps. For float16 steps are in units of a power of two above norm / 64, and
+    weights are times HALF_SCALE: clear of underflow.
+    """
+    if FLOAT32:
+        values = codes.to(tl.float32) * (steps[:, None] if GROUPS_V == 1 else steps)
+        part = tl.dot(p, values, input_precision="ieee")
+    else:
+        exponent = (tl.maximum(norm, 2.0**-16).to(tl.int32, bitcast=True) >> 23) - 6
+        inverse = ((253 - exponent) << 23).to(tl.float32, bitcast=True)
+        if GROUPS_V == 1:
+            weights = p * (steps * inverse * HALF_SCALE)[None, :]
+            values = _int8_to_half(codes, INTERPRET)
+        else:
+            weights = p * HALF_SCALE
+            values = (codes.to(tl.float32) * (steps * inverse)).to(tl.float16)
+        unit = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
+        part = tl.dot(weights.to(tl.float16), values) * unit
+    return part
+
+
 @triton.jit(do_not_specialize=["seed", "layer"])
 def _packed_kernel(
     Q, Work, Indptr, PageTable, SeqLens, ExactSlots, Bias,
@@ -160,6 +261,7 @@ def _packed_kernel(
     DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WP: tl.constexpr, DVP: tl.constexpr,
     HALF_RHO: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
+    """A split of a sequence for BLOCK_M rows of a kv head. ``Digits`` to ``Shift`` are those of ``PackedDigits``."""
     kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     sequence, _, _, length, row, row_ok, position, lowest, highest = span(
         Work, Indptr, SeqLens, kv_head, KV, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW
@@ -182,26 +284,18 @@ def _packed_kernel(
     norm = tl.zeros((BLOCK_N,), tl.float32)
     largest = tl.zeros((BLOCK_N,), tl.float32)
     acc = tl.zeros((BLOCK_M, DVP), tl.float32)
-    count = tl.zeros((BLOCK_M if ROWWISE or BIAS else 1,), tl.int32)
+    count = tl.zeros((BLOCK_M if ROWWISE or BIAS else BLOCK_N,), tl.int32)
 
-    unit = tl.load(Unit + row, mask=row_ok, other=0.0)
     z_shift = tl.zeros((BLOCK_M,), tl.float32)
     if SHIFT:
         shift = tl.load(Shift + row, mask=row_ok, other=0.0).to(tl.float32)
         z_shift = tl.abs(shift) * ADD_ERROR
-    if GROUPS == 1:
-        digits = _load_digits(Digits, row, row_ok, 0, 0, 0, 4 if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
-        middle = _load_digits(Digits, row, row_ok, 0, 0, 1, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
-        high = _load_digits(Digits, row, row_ok, 0, 0, 2, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
-        half_row = tl.load(Half + row, mask=row_ok, other=0.0)
-        fixed_row = tl.load(Fixed + row, mask=row_ok, other=0.0)
-        dot_row = tl.load(Dot + row, mask=row_ok, other=0.0)
-        if BANDS == 0 and not RADIUS:
-            half_row += fixed_row
+    digits = _load_digits(Digits, row, row_ok, 0, 0, 0, 4 if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+    middle = _load_digits(Digits, row, row_ok, 0, 0, 1, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+    high = _load_digits(Digits, row, row_ok, 0, 0, 2, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
     cell_of_table = sequence * max_pages
     exact_of_table = (sequence * KV + kv_head) * max_pages
     token_at = tl.arange(0, BLOCK_N)
-    within = tl.arange(0, WP)
     column = tl.arange(0, DVP)
 
     for base in range(first, stop, BLOCK_N):
@@ -220,58 +314,25 @@ def _packed_kernel(
         norm = tl.maximum(norm, tl.where(here, page_norm, 0.0))
         ok = attended(token, here, position, window_left, ROWWISE, CAUSAL, WINDOW)
 
-        lost = token < 0
-        for group in tl.static_range(GROUPS):
-            step = tl.load(KScale + cell * GROUPS + group, mask=here, other=0.0).to(tl.float32)
-            lost = lost | ~(step < float("inf"))
-            step = tl.where(step < float("inf"), step, 0.0)
-            at = cell[:, None] * D + group * (D // GROUPS) + within[None, :]
-            k = tl.load(KCodes + at, mask=here[:, None] & (within < D // GROUPS)[None, :], other=0)
-            at = row * GROUPS + group
-            if GROUPS > 1:
-                digits = _load_digits(
-                    Digits, row, row_ok, group, 0, 0, 4 if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP
-                )
-                middle = _load_digits(Digits, row, row_ok, group, 0, 1, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
-                high = _load_digits(Digits, row, row_ok, group, 0, 2, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
-                half_row = tl.load(Half + at, mask=row_ok, other=0.0)
-                fixed_row = tl.load(Fixed + at, mask=row_ok, other=0.0)
-                dot_row = tl.load(Dot + at, mask=row_ok, other=0.0)
-                if BANDS == 0 and not RADIUS:
-                    half_row += fixed_row
-            else:
-                largest = tl.maximum(largest, step)
-            x = _digit_dot(digits, high, middle, k, STACK, DIGITS, BLOCK_M, BLOCK_N)
-            if PERIOD > 0:
-                x -= _dither_dot(
-                    Digits, row, row_ok, seed, layer, kv_head, token, base, group, PERIOD, D, GROUPS, WP, BLOCK_M,
-                    BLOCK_N, DIGITS,
-                )  # fmt: skip
-            x *= unit[:, None]
-            for i in tl.static_range(R):
-                code = tl.load(SketchCodes + cell * R + i, mask=here, other=0).to(tl.float32)
-                coefficient = tl.load(Sketch + (row * R + i) * GROUPS + group, mask=row_ok, other=0.0)
-                x -= coefficient[:, None] * code[None, :]
-            x *= step[None, :]
-            half = half_row[:, None] * step[None, :]
-            fixed = fixed_row[:, None] * step[None, :]
-            dot = dot_row[:, None] * step[None, :]
-            if RADIUS:
-                square = tl.load(RadiusSquare + at, mask=row_ok, other=0.0)[:, None] * (step * step)[None, :]
-                tilt = tl.load(RadiusBias + at, mask=row_ok, other=0.0)[:, None] * step[None, :]
-            if group == 0:
-                y, half_sum, fixed_sum, dot_sum = x, half, fixed, dot
-                if RADIUS:
-                    square_sum, tilt_sum = square, tilt
-            else:
-                y += x
-                half_sum += half
-                fixed_sum += fixed
-                dot_sum += dot
-                if RADIUS:
-                    square_sum += square
-                    tilt_sum += tilt
-        c = half_sum
+        y, c, fixed, dot, square, tilt, step, lost = _group(
+            0, digits, high, middle, Digits, Half, Fixed, Dot, Unit, Sketch, RadiusSquare, RadiusBias, KCodes, KScale,
+            SketchCodes, row, row_ok, cell, here, token, base, seed, layer, kv_head, STACK, PERIOD, D, GROUPS, R,
+            RADIUS, WP, BLOCK_M, BLOCK_N, DIGITS,
+        )  # fmt: skip
+        largest = tl.maximum(largest, step)
+        for group in tl.range(1, GROUPS, loop_unroll_factor=GROUPS - 1 if 1 < GROUPS <= 8 else 1):
+            y_more, c_more, fixed_more, dot_more, square_more, tilt_more, _unused, lost_more = _group(
+                group, digits, high, middle, Digits, Half, Fixed, Dot, Unit, Sketch, RadiusSquare, RadiusBias, KCodes,
+                KScale, SketchCodes, row, row_ok, cell, here, token, base, seed, layer, kv_head, STACK, PERIOD, D,
+                GROUPS, R, RADIUS, WP, BLOCK_M, BLOCK_N, DIGITS,
+            )  # fmt: skip
+            y += y_more
+            c += c_more
+            fixed += fixed_more
+            dot += dot_more
+            square += square_more
+            tilt += tilt_more
+            lost = lost | lost_more
         if BANDS > 0:
             witness = _witness_bound(
                 Witness, WitnessCodes, BandShare, KScale, row, row_ok, cell, here, step, GROUPS, BANDS, BLOCK_M, BLOCK_N
@@ -279,9 +340,8 @@ def _packed_kernel(
             c = tl.minimum(c, witness)
         if RADIUS:
             level = tl.log(tl.maximum(length, 1).to(tl.float32)) + log_term
-            c = tl.minimum(c, tl.sqrt_rn(square_sum * level) + tilt_sum)
-        if BANDS > 0 or RADIUS:
-            c += fixed_sum
+            c = tl.minimum(c, tl.sqrt_rn(square * level) + tilt)
+        c += fixed
         if KEPT > 0:
             size = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for i in tl.static_range(KEPT):
@@ -291,7 +351,7 @@ def _packed_kernel(
                 size += tl.abs(product)
             size *= (KEPT + 12) * U
             c += size
-            dot_sum += size
+            dot += size
         z_tile = z_shift
         if SHIFT:
             y += shift[:, None]
@@ -309,47 +369,31 @@ def _packed_kernel(
             c = tl.where(infinite, 0.0, c)
             flagged = flagged | infinite
         if TOKENWISE:
-            z_max = tl.maximum(z_max, tl.max(tl.where(ok, dot_sum, 0.0), 1))
-        count += tl.sum(ok.to(tl.int32), 1)
+            z_max = tl.maximum(z_max, tl.max(tl.where(ok, dot, 0.0), 1))
+        count += tl.sum(ok.to(tl.int32), 1) if ROWWISE or BIAS else here.to(tl.int32)
 
         at = cell[:, None] * DV + column[None, :]
         codes = tl.load(VCodes + at, mask=here[:, None] & (column < DV)[None, :], other=0)
-        if GROUPS_V == 1:
-            step_v = tl.load(VScale + cell, mask=here, other=0.0).to(tl.float32)
-            lost_v = ~(step_v < float("inf"))
-            step_v = tl.where(lost_v, 0.0, step_v)
-            top = tl.max(step_v, 0)
-            rho_token = step_v * HALF_RHO
-        else:
-            at = cell[:, None] * GROUPS_V + (column // (DV // GROUPS_V))[None, :]
-            steps_v = tl.load(VScale + at, mask=here[:, None] & (column < DV)[None, :], other=0.0).to(tl.float32)
-            lost_v = not_finite(steps_v)
-            steps_v = tl.where(lost_v[:, None], 0.0, steps_v)
-            top = tl.max(tl.max(steps_v, 1), 0)
-            rho_token = tl.sqrt_rn(tl.sum(steps_v * steps_v, 1)) * HALF_RHO
-        rho_token = tl.where(lost_v, float("inf"), rho_token)[None, :]
+        steps, rho_token = _value_steps(VScale, cell, here, column, DV, GROUPS_V, HALF_RHO)
         p, factor, m, l, a1, a2, c_max, rho, m_wide, l_wide = fold(  # noqa: E741
             y, c, flagged, rho_token, ok, m, l, a1, a2, c_max, rho, m_wide, l_wide, False,
             not (ROWWISE or BIAS), INTERPRET,
         )  # fmt: skip
-        if Q.dtype.element_ty == tl.float32:
-            values = codes.to(tl.float32) * (step_v[:, None] if GROUPS_V == 1 else steps_v)
-            acc = acc * factor[:, None] + tl.dot(p, values, input_precision="ieee")
-        else:
-            # steps in units of a power of two above the largest, weights times HALF_SCALE: clear of underflow
-            exponent = tl.maximum(top, 2.0**-24).to(tl.int32, bitcast=True) >> 23
-            inverse = ((253 - exponent) << 23).to(tl.float32, bitcast=True)
-            if GROUPS_V == 1:
-                weights = p * (step_v * inverse * HALF_SCALE)[None, :]
-                values = _int8_to_half(codes, INTERPRET)
-            else:
-                weights = p * HALF_SCALE
-                values = (codes.to(tl.float32) * (steps_v * inverse)).to(tl.float16)
-            part = tl.dot(weights.to(tl.float16), values)
-            acc = acc * factor[:, None] + part * (((exponent - 13) << 23).to(tl.float32, bitcast=True))
+        part = _value_product(
+            p,
+            codes,
+            steps,
+            page_norm if PAGE >= BLOCK_N else tl.max(page_norm, 0),
+            Q.dtype.element_ty == tl.float32,
+            GROUPS_V,
+            INTERPRET,
+        )
+        acc = acc * factor[:, None] + part
 
     if not TOKENWISE:
-        z_max = dot_row * tl.max(largest, 0)
+        z_max = tl.load(Dot + row, mask=row_ok, other=0.0) * tl.max(largest, 0)
+    if not (ROWWISE or BIAS):
+        count = tl.sum(count, 0)
     store_row(
         Acc, Stats, split, slots, total, row, row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_max, z_row, norm,
         count, DV, DVP,

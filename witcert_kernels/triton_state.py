@@ -50,6 +50,11 @@ def _add(a0, a1, a2, a3, b0, b1, b2, b3):
 
 
 @triton.jit
+def _larger(a0, a1, b0, b1):
+    return tl.maximum(a0, b0), tl.maximum(a1, b1)
+
+
+@triton.jit
 def rescale(x, factor):
     """``x * factor`` where infinity times a vanished factor stays infinite."""
     return tl.where(x == float("inf"), x, x * factor)
@@ -68,19 +73,23 @@ def fold(
     factor that brings older weights to the new maximum, and the sums.
     """
     y = tl.where(ok, y, float("-inf"))
-    newer = tl.maximum(m, tl.ceil(tl.max(y, 1)))
+    if not UNIFORM:
+        c = tl.where(ok, c, 0.0)
+        lost = lost & ok
+        rho = tl.where(ok, rho, 0.0)
+    flagged = tl.where(lost, float("inf"), tl.zeros_like(y) if EXACT else c)
+    if INTERPRET:
+        top, c_top = tl.max(y, 1), tl.max(flagged, 1)
+    else:
+        top, c_top = tl.reduce((y, flagged), 1, _larger)
+    c_max = tl.maximum(c_max, c_top)
+    newer = tl.maximum(m, tl.ceil(top))
     base = tl.where(newer == float("-inf"), 0.0, newer)
     drop = tl.where(m == float("-inf"), float("-inf"), m - base)
     factor = power_of_two_wide(drop.to(tl.float64))
     shifted = y - base[:, None]
     p = tl.exp2(shifted)
-    if not UNIFORM:
-        c = tl.where(ok, c, 0.0)
-        lost = lost & ok
-        rho = tl.where(ok, rho, 0.0)
     weighted = tl.where(rho == float("inf"), float("inf"), p * tl.where(rho == float("inf"), 0.0, rho))
-    c_top = tl.max(tl.where(lost, float("inf"), tl.zeros_like(y) if EXACT else c), 1)
-    c_max = tl.maximum(c_max, c_top)
     if EXACT:
         l = l * factor + tl.sum(p, 1).to(tl.float64)  # noqa: E741
         a1 = rescale(a1, factor)
@@ -197,6 +206,7 @@ def _merge_kernel(
     LN2: tl.constexpr,
     LOG2E: tl.constexpr,
 ):
+    """One row: the splits' sums under one maximum, then what :func:`witcert_kernels.state.finish` evaluates."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, DVP)
     some = tl.arange(0, SP)

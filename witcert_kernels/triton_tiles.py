@@ -305,7 +305,7 @@ class Read:
             device = self.q.device
             cores = torch.cuda.get_device_properties(device).multi_processor_count if self.q.is_cuda else 1
             splits = min(2 * cores // max(self.programs * self.kv_heads, 1), triton.cdiv(blocks, 4))
-        return max(1, min(splits, blocks))
+        return max(1, min(splits, blocks, 65535))
 
     @property
     def grid(self) -> tuple[int, int, int]:

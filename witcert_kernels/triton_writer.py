@@ -70,6 +70,7 @@ def _write_kernel(
     WIDEN_HALF: tl.constexpr,
     FLOAT_UP: tl.constexpr,
 ):
+    """TOKENS tokens of a kv head, channels as ``[TOKENS, groups, width]``; see :mod:`witcert_kernels.writer`."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     kv_head = tl.program_id(1)
     here = token < count

@@ -435,7 +435,7 @@ def load(name: str) -> Adapter:
         raise ValueError(f"impl: got {name!r}, wants one of {', '.join(OURS)} or package.module:Class")
     try:
         found = getattr(importlib.import_module(module), attribute)
+        adapter: Adapter = found()
     except (ImportError, AttributeError) as error:
         raise ValueError(f"impl: cannot load {target!r}: {error}") from error
-    adapter: Adapter = found()
     return adapter

@@ -113,8 +113,8 @@ def logsumexp_mp(x: Sequence[mpf]) -> mpf:
 
 
 def tv_mp(p: Sequence[mpf], q: Sequence[mpf]) -> mpf:
-    """Total variation."""
-    return sum((abs(a - b) for a, b in zip(p, q, strict=True)), MP.zero) / 2
+    """Total variation; the masses add up to 1 only to the last digit."""
+    return min(sum((abs(a - b) for a, b in zip(p, q, strict=True)), MP.zero) / 2, MP.one)
 
 
 def moments_mp(p: Sequence[mpf], c: Sequence[mpf]) -> tuple[mpf, mpf]:

@@ -132,6 +132,7 @@ def test_a_key_that_is_not_finite(poison: float, scheme: str, tau: float | None)
     assert second == untouched
     lost = [cell for cell in report.cells if cell.meter == 1.0]
     assert report.non_finite == len(lost) > 0
+    assert report.histogram[-1] >= len(lost)
     assert report.coverage(0.999) == 1 - len(lost) / report.cells_seen
     if tau is not None:
         table = cache.layers[1].store.exact_pages

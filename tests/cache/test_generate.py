@@ -191,6 +191,11 @@ def test_preloaded_prompt_is_what_a_prefill_writes() -> None:
     assert written.report().cells == loaded.report().cells
     with pytest.raises(ValueError, match="preload: got a cache of 31 positions"):
         loaded.preload(exact)
+    loaded.reset()
+    for wrong, message in ((exact[:1], "got 1 layers, wants 2"), ([exact[0], (exact[1][0], exact[1][1][:1])], "shape")):
+        with pytest.raises(ValueError, match=f"keys_values: got .*{message}|keys_values: {message}"):
+            loaded.preload(wrong)
+        assert all(layer.store is None for layer in loaded.layers)
 
 
 def test_inference_mode_and_ordinary_mode_mix() -> None:
@@ -238,3 +243,14 @@ def test_empty_prompt_row_begins_with_its_first_token() -> None:
     torch.testing.assert_close(got[1], alone[0], rtol=1e-4, atol=1e-4)
     assert cache.layers[1].store.lengths == [6, 1]
     assert watch.violations == 0
+
+
+def test_no_prompt_begins_with_the_bos_token_and_an_empty_one_writes_nothing() -> None:
+    this, cache = model("llama"), WitCertCache(model("llama").config)
+    this.set_attn_implementation("witcert")
+    with torch.no_grad(), pytest.raises(RuntimeError):  # transformers cannot embed nothing, whatever the cache
+        this(input_ids=torch.zeros(1, 0, dtype=torch.long), past_key_values=cache)
+    assert all(layer.store is None for layer in cache.layers)
+    text = this.generate(past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert text[0, 0] == 1
+    assert cache.report().cells_seen == 2 * 4 * 2

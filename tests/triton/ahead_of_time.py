@@ -1,7 +1,7 @@
 """Compile the kernels of some calls for Hopper without a device, and print what came out as JSON.
 
-The calls run on meta tensors, which have shapes and no data: a host path that read a value would raise. Run as a process of
-its own, since a process either interprets kernels or compiles them.
+The calls run on meta tensors, which have shapes and no data: a host path that read a value would raise. Run as a
+process of its own, since a process either interprets kernels or compiles them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from witcert_kernels import LayerCalibration, ObservatoryLayout, ObservatoryPool, PackedPool, StoreLayout
-from witcert_kernels import triton_exact, triton_observatory, triton_query, triton_reader, triton_state, triton_writer
+from witcert_kernels import (
+    LayerCalibration,
+    ObservatoryLayout,
+    ObservatoryPool,
+    PackedPool,
+    StoreLayout,
+    triton_exact,
+    triton_observatory,
+    triton_query,
+    triton_reader,
+    triton_state,
+    triton_writer,
+)
 
 BF16, F32 = torch.bfloat16, torch.float32
 KERNELS = [

@@ -51,14 +51,16 @@ def test_every_kernel_of_every_call_compiles(reports: Report) -> None:
 def test_decode_does_not_spill(reports: Report) -> None:
     for call in ("decode", "decode-dithered"):
         assert all(report["stack"] == 0 for report in reports[call])
-        assert kernel(reports, call, "_packed_kernel")["reg"] <= 224
+        assert kernel(reports, call, "_packed_kernel")["reg"] <= 240
 
 
 def test_decode_multiplies_on_tensor_cores(reports: Report) -> None:
     """Keys as int8, values as float16 that a byte permute made of int8."""
     for call in ("decode", "decode-dithered", "extend"):
         report = kernel(reports, call, "_packed_kernel")
-        assert uses(report, "mma", ".s32.s8.s8.s32") and uses(report, "mma", ".f32.f16.f16.f32") and uses(report, "prmt")
+        assert (
+            uses(report, "mma", ".s32.s8.s8.s32") and uses(report, "mma", ".f32.f16.f16.f32") and uses(report, "prmt")
+        )
         assert uses(report, "cp.async") and not uses(report, "cvt", ".f16.s")
     assert uses(kernel(reports, "float32-groups", "_packed_kernel"), "mma", ".s32.s8.s8.s32")
     assert uses(kernel(reports, "extend", "_exact_kernel"), "mma", ".bf16.bf16.")
@@ -69,3 +71,14 @@ def test_the_writer_divides_as_ieee_says(reports: Report) -> None:
         report = kernel(reports, call, "_write_kernel")
         assert uses(report, "div.rn.f32")
         assert not uses(report, "div.full") and not uses(report, "div.approx") and not uses(report, "rcp.approx")
+
+
+def test_cpu_tensors_need_the_interpreter() -> None:
+    code = (
+        "import torch; from witcert_kernels import *; pool = PackedPool(StoreLayout(1, 16, 16), 1); "
+        "x = torch.zeros(1, 1, 16); quantize_(x, x, pool, torch.zeros(1, dtype=torch.int64))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"WITCERT_BACKEND": "triton"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "ValueError: WITCERT_BACKEND: got triton for CPU tensors, wants TRITON_INTERPRET=1" in done.stderr

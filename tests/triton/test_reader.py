@@ -11,7 +11,6 @@ import torch
 from tests.kernels.oracle import Case, exact_logits, make_case, softmax, stored_logits
 from tests.kernels.test_decode import LAYOUTS, queries, repair, tv
 from witcert_kernels import Budget, StoreLayout, quantize_
-
 from witcert_ref import bounds
 
 from .backends import Result, decode_torch, decode_triton, slack, stored_bounds
@@ -36,7 +35,9 @@ def assert_agree(case: Case, q: torch.Tensor, expected: Result, got: Result, seq
             room = slack(case, b, q[row], 0.125)
             assert bool((cert_t.meter[row].numpy() <= 1.01 * cert.meter[row].numpy() + room).all())
             assert bool((cert_t.meter[row].numpy() >= cert.meter[row].numpy() / 1.02 - room).all())
-            assert bool(((cert_t.risk[row] - cert.risk[row]).abs().numpy() <= 0.01 * cert.risk[row].numpy() + room).all())
+            assert bool(
+                ((cert_t.risk[row] - cert.risk[row]).abs().numpy() <= 0.01 * cert.risk[row].numpy() + room).all()
+            )
 
 
 def assert_sound(case: Case, q: torch.Tensor, got: Result) -> None:

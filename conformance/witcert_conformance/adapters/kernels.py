@@ -33,6 +33,10 @@ from ..adapter import (
     Stored,
 )
 
+if not torch.cuda.is_available():
+    # Triton reads it when it is imported, which the first call of a kernel does
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 _OFFERS = frozenset({
     "groups", "witness", "sketch", "equaliser", "bypass", "dither", "value_error", "risk", "splits", "extend", "sinks",
     "soft_cap", "window", "bias", "repair", "page_reuse", "reorder", "observatory", "refusals",
@@ -62,6 +66,9 @@ def _info(name: str, device: str, slow: bool) -> Info:
         version=_version("witcert"),
         device=device,
         offers=_OFFERS | _package_offers(),
+        head_dims=(2, 4, 8, 16, 64),
+        head_dims_v=(2, 4, 8, 64),
+        page_sizes=(1, 2, 4, 8, 16, 64),
         dtypes=("float32", "float16", "bfloat16"),
         slow=slow,
         cell_share=1 / 1000 if slow else 1.0,
@@ -335,8 +342,8 @@ class TritonInterpret(Kernels):
     slow = True
 
     def __init__(self) -> None:
-        # read by Triton when its kernels are defined
-        os.environ["TRITON_INTERPRET"] = "1"
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise ImportError("the interpreter needs a process of its own: set TRITON_INTERPRET=1 before it starts")
 
 
 class TritonCuda(Kernels):
@@ -348,6 +355,8 @@ class TritonCuda(Kernels):
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise ImportError("no CUDA device on this machine")
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            raise ImportError("TRITON_INTERPRET=1 is set: Triton would not compile")
 
     @property
     def info(self) -> Info:

@@ -272,9 +272,11 @@ def _views(
 
 
 ALONG = View(scheme="aligned", along=True, damage=0.3)
+UNSKETCHED = View(layout=Layout(head_dim=8, witness_bands=2))
 PINNED = (
     View(),
     ALONG,
+    View(damage=1.0, equalised=True, along=True),
     View(scheme="aligned", along=True, damage=1.0, lengths=(3,)),
     View(scheme="shifted", damage=0.5),
 )
@@ -299,7 +301,7 @@ def _untouched(adapter: Adapter, case: View) -> None:
     _views(False),
     theorems=("tierA_certificate", "abs_logit_error_le"),
     needs=("observatory",),
-    pinned=(View(layout=Layout(head_dim=8, witness_bands=2)),),
+    pinned=(UNSKETCHED, replace(UNSKETCHED, equalised=True, damage=0.3)),
     examples=15,
 )
 def _one(adapter: Adapter, case: View) -> None:

@@ -245,11 +245,12 @@ def _many(adapter: Adapter, case: Cells) -> None:
     left = case.count or int(COUNTS[profile()] * info.cell_share)
     rng = np.random.default_rng(case.seed)
     group = 8 if info.cell_share < 1 else 256
+    small = [d for d in info.head_dims if d <= 16] or list(info.head_dims)
     while left > 0:
         lengths = tuple(int(n) for n in rng.choice((1, 2, 3, 5, 16, 48), 8))
         one = Case(
             layout=Layout(
-                head_dim=int(rng.choice(info.head_dims)), head_dim_v=info.head_dims_v[0], page_size=max(info.page_sizes)
+                head_dim=int(rng.choice(small)), head_dim_v=info.head_dims_v[0], page_size=max(info.page_sizes)
             ),
             lengths=lengths,
             group_heads=group,
