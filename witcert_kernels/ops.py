@@ -257,8 +257,8 @@ def _check_write(
 def quantize_(k: Tensor, v: Tensor, pool: PackedPool, slots: Tensor, positions: Tensor | None = None) -> None:
     """Quantise tokens and write them into a packed pool.
 
-    The bytes are a pure function of the key and value, the calibration and, for a dithered store, of the seed, layer, kv
-    head and position. A key that is not finite is stored as zeros with an infinite scale.
+    The bytes are a pure function of the key and value, the calibration and, for a dithered store, of the seed, layer,
+    kv head and position. A key that is not finite is stored as zeros with an infinite scale.
 
     Args:
         k, v: ``[n, kv_heads, head_dim]`` and ``[n, kv_heads, head_dim_v]`` in the layout's dtype.
@@ -294,7 +294,8 @@ def observe_(k: Tensor, v: Tensor, k_hat: Tensor, v_hat: Tensor, pool: Observato
     infinite witness.
 
     Args:
-        k, v: exact keys and values, ``[n, kv_heads, head_dim]`` and ``[n, kv_heads, head_dim_v]`` in the layout's dtype.
+        k, v: exact keys and values, ``[n, kv_heads, head_dim]`` and ``[n, kv_heads, head_dim_v]`` in the layout's
+            dtype.
         k_hat, v_hat: reconstructions of the same shapes, any model dtype.
         pool: the observatory.
         slots: int64 ``[n]``, page · page_size + offset, each once.
@@ -356,7 +357,7 @@ def certified_decode(
         bias: float32 ``[rows, heads, tokens]``, added to the scaled logits inside the cap; −Inf masks a token.
         budget: puts the radius on offer for a dithered store, at ``budget.delta_local``; the guarantee is then
             ``"fixed_trajectory"``. The caller spends it, once a step for all layers.
-        splits: partial results that are merged, default chosen.
+        splits: partial results that are merged; None lets the device choose.
         return_shares: also return each page's share of A − 1.
 
     Returns:
@@ -395,7 +396,7 @@ def certified_decode(
     common = (
         q, page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, pool.exact.k, pool.exact.v, sinks, bias,
     )  # fmt: skip
-    count = 1 if splits is None else splits
+    count = 0 if splits is None else splits
     if isinstance(pool, PackedPool):
         outputs = torch.ops.witcert.decode_packed(
             *common, pool.k_codes, pool.k_scale, pool.sketch, pool.witness, pool.bypass, pool.v_codes, pool.v_scale,

@@ -85,9 +85,8 @@ class _Pool:
             )
         for name in ("rope_layout", "rotary_dim"):
             if getattr(calibration, name) != getattr(layout, name):
-                raise ValueError(
-                    f"calibration.{name}: got {getattr(calibration, name)!r}, wants the layout's {getattr(layout, name)!r}"
-                )
+                got, wanted = getattr(calibration, name), getattr(layout, name)
+                raise ValueError(f"calibration.{name}: got {got!r}, wants the layout's {wanted!r}")
         available = calibration.u.shape[1]
         if layout.sketch > available:
             raise ValueError(f"layout.sketch: got {layout.sketch}, wants at most the calibration's {available}")

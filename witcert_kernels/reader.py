@@ -1,6 +1,6 @@
 """The reader, vectorised on tensors: the path for CPU tensors, and what the Triton reader must agree with.
 
-Tokens are read in tiles. No tile is larger than ``TILE`` tokens of one sequence, so the peak temporary is one tile a head.
+Tokens are read in tiles of at most ``TILE`` tokens of one sequence, so the peak temporary is one tile a head.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ U = rounding.U
 class Span:
     """Some query rows of one sequence and what they may attend to.
 
-    q ``[kv_heads, rows, d]`` (see :func:`group_rows`); position int64 ``[rows]``, from low to high, None where every row
-    sees every token; ``window_left`` < 0: no window.
+    q ``[kv_heads, rows, d]`` (see :func:`group_rows`); position int64 ``[rows]``, from low to high, None where every
+    row sees every token; ``window_left`` < 0: no window.
     """
 
     q: Tensor
@@ -75,13 +75,28 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return x if cap == 0 else cap * (x / cap).tanh()
 
 
-def row_error(x: Tensor, cap: float, masked: bool) -> Tensor:
-    """Rounding of float32 logits and of e^(x − m) that does not scale with a token's step, ``[kv_heads, rows]``."""
+def magnitude(raw: Tensor, added: list[Tensor | None], allowed: Tensor | None) -> Tensor:
+    """What any intermediate of the attended logits can reach, ``[kv_heads, rows]``.
+
+    raw: logits before the cap; added: terms, ``[kv_heads, rows, …]``, that may have cancelled others in them.
+    """
+    size = (raw if allowed is None else raw.masked_fill(~allowed, 0.0)).abs().amax(-1)
+    for term in added:
+        if term is not None:
+            size = size + term.abs().flatten(2).amax(-1)
+    return size
+
+
+def row_error(x: Tensor, size: Tensor, cap: float, masked: bool) -> Tensor:
+    """Rounding of float32 logits and of e^(x − m) that does not scale with a token's step, ``[kv_heads, rows]``.
+
+    x: logits; size: their :func:`magnitude`.
+    """
     top = x.amax(-1)
     low = (torch.where(x == -INF, INF, x) if masked else x).amin(-1)
-    size, spread = torch.maximum(top.abs(), low.abs()), (top - low).clamp_max(104.0)
+    spread = (top - low).clamp_max(104.0)
     if masked:
-        size, spread = (t.masked_fill(top == -INF, 0.0) for t in (size, spread))
+        spread = spread.masked_fill(top == -INF, 0.0)
     return (U * (rounding.LOGIT_ADDS * size + spread) + rounding.EXP_ERROR + rounding.TANH_ERROR * cap) * (1 + 2.0**-10)
 
 
@@ -119,7 +134,7 @@ class PackedReader:
         allowed: Tensor | None,
         bias: Tensor | None,
     ) -> Partial:
-        """Tokens ``start … stop`` of the sequence, stored in ``pages`` whose first token is at ``start`` rounded down."""
+        """Tokens ``start … stop`` of the sequence; the first of ``pages`` is the one that holds ``start``."""
         base = start // self.page_size * self.page_size
         cut = slice(start - base, stop - base)
         codes = self._load("k_codes", pages, cut).to(torch.float32)
@@ -169,22 +184,22 @@ class PackedReader:
             x = x + (query.bypass @ self._load("bypass", pages, cut).to(torch.float64).transpose(1, 2)).to(
                 torch.float32
             )
-        if options.with_shift:
-            x = x + query.shift.to(torch.float32)[..., None]
-        if bias is not None:
-            x = x + bias
+        shift = query.shift.to(torch.float32)[..., None] if options.with_shift else None
+        for term in (shift, bias):
+            x = x if term is None else x + term
+        size = magnitude(x, [shift, bias], allowed)
         x = softcap(x, options.cap)
         bad = query.bad
         if any_lost or not bool((query.dot_error.amax(-1) * steps.amax() < 1e24).all()):
             overflow = ~x.isfinite()
-            x = x.masked_fill(overflow, 0.0)
+            x, size = x.masked_fill(overflow, 0.0), size.nan_to_num(nan=0.0, posinf=0.0)
             overflow = overflow | lost[:, None, :]
             bad = bad | (overflow if allowed is None else overflow & allowed).any(-1)
         if allowed is not None:
             x = x.masked_fill(~allowed, -INF)
             rounded = rounded.masked_fill(~allowed, 0.0)
         masked = allowed is not None
-        constant = row_error(x, options.cap, masked)
+        constant = row_error(x, size, options.cap, masked)
         c = (bound + constant[..., None]) * rounding.FLOAT_UP
         moments, p, excess = exp_moments(x, c, masked)
         m_a, l_a = log_mass(moments, x, c)
@@ -263,14 +278,16 @@ class ObservatoryReader:
         witness = self._load("witness", pages, cut).transpose(1, 2)
         lost = ~(witness < INF).all(1)
         witness = witness.masked_fill(lost[:, None, :], 0.0)
-        raw = query.q @ self._load("k_hat", pages, cut).transpose(1, 2)
+        keys = self._load("k_hat", pages, cut)
+        raw = query.q @ keys.transpose(1, 2)
         if bias is not None:
             raw = raw + bias
+        size = magnitude(raw, [bias], allowed) + _norms(query.q, keys) * (keys.shape[-1] * 2.0**-12)
         x = softcap(raw, options.cap)
         blocked, masked = None if allowed is None else ~allowed, allowed is not None
         if blocked is not None:
             x = x.masked_fill(blocked, -INF)
-        zeta = 2.0**-40 * (1 + torch.where(x == -INF, 0.0, x).abs().amax(-1) + options.cap)
+        zeta = 2.0**-40 * (1 + size + options.cap)
         c = (query.witness @ witness + zeta[..., None]) * (1 + 2.0**-40)
         moments, p, excess = exp_moments(x, c, masked)
         m_a, l_a = log_mass(moments, x, c)
@@ -282,7 +299,8 @@ class ObservatoryReader:
             correction = (query.a @ self._load("sketch", pages, cut).transpose(1, 2)) * unit
             r = x - softcap(raw - correction, options.cap) if options.cap else correction
             r = r if blocked is None else r.masked_fill(blocked, 0.0)
-            c_two = query.outside @ witness + query.a_error[..., None] * unit + 4 * zeta[..., None]
+            known_zeta = 4 * zeta + 2.0**-40 * query.a_error * 127 * unit.amax(-1)
+            c_two = query.outside @ witness + query.a_error[..., None] * unit + known_zeta[..., None]
             c_two = (c_two * (1 + 2.0**-40)).masked_fill(clamped[:, None, :], INF)
             w = x - r
             known, p_w, _ = exp_moments(w, c_two, masked)
@@ -315,6 +333,11 @@ class ObservatoryReader:
         )
 
 
+def _norms(q: Tensor, keys: Tensor) -> Tensor:
+    """Largest ‖q‖ ‖k‖ of each row, float64 ``[kv_heads, rows]``: bounds Σ |q_j k_j|."""
+    return q.square().sum(-1).sqrt() * keys.square().sum(-1).amax(-1, keepdim=True).sqrt()
+
+
 def _attended(x: Tensor, allowed: Tensor | None) -> Tensor:
     """How many tokens of a tile each row attends to, int64 ``[kv_heads, rows]``."""
     if allowed is None:
@@ -345,23 +368,24 @@ def exact_tile(
     lost, lost_v = ~k.isfinite().all(-1), ~v.isfinite().all(-1)
     keys = k.to(torch.float32).masked_fill(lost[..., None], 0.0)
     values = v.to(torch.float32).masked_fill(lost_v[..., None], 0.0)
+    wide = keys.to(torch.float64)
     if span.q.shape[1] <= FEW_ROWS:
-        x = ((options.sm_scale * q64) @ keys.to(torch.float64).transpose(1, 2)).to(torch.float32)
-        zeta = torch.zeros_like(q64[..., 0])
+        x = ((options.sm_scale * q64) @ wide.transpose(1, 2)).to(torch.float32)
+        unit = 2.0**-52
     else:
-        qs = (options.sm_scale * q64).to(torch.float32)
-        x = qs @ keys.transpose(1, 2)
-        size = qs.double().square().sum(-1).sqrt() * keys.double().square().sum(-1).amax(-1, True).sqrt()
-        zeta = size * ((k.shape[-1] + 8) * U)
+        x = (options.sm_scale * q64).to(torch.float32) @ keys.transpose(1, 2)
+        unit = U
+    zeta = options.sm_scale * _norms(q64, wide) * ((k.shape[-1] + 8) * unit)
     if bias is not None:
         x = x + bias
+    size = magnitude(x, [bias], allowed).nan_to_num(nan=0.0, posinf=0.0)
     x = softcap(x, options.cap)
     reached, reached_v = lost[:, None, :] | ~x.isfinite(), lost_v[:, None, :]
     x = torch.where(x.isfinite(), x, 0.0)
     if allowed is not None:
         x = x.masked_fill(~allowed, -INF)
         reached, reached_v = reached & allowed, reached_v & allowed
-    zeta = (zeta + row_error(x, options.cap, allowed is not None)) * (1 + 2.0**-10)
+    zeta = (zeta + row_error(x, size, options.cap, allowed is not None)) * (1 + 2.0**-10)
     m = x.amax(-1)
     p = (x - torch.where(m == -INF, 0.0, m)[..., None]).exp()
     l, rise = p.sum(-1, dtype=torch.float64), zeta.expm1() * (1 + 2.0**-40)  # noqa: E741
@@ -422,7 +446,10 @@ def decode(
     splits: int,
     want_shares: bool,
 ) -> tuple[Tensor, ...]:
-    """See :func:`witcert_kernels.certified_decode`. Returns out, lse, meter, eform, risk, value_error, compressed, shares."""
+    """See :func:`witcert_kernels.certified_decode`.
+
+    Returns out, lse, meter, eform, risk, value_error, compressed and shares.
+    """
     n, heads, _ = q.shape
     kv_heads, head_dim_v = reader.kv_heads, exact_v.shape[-1]
     per_head = heads // kv_heads
@@ -535,14 +562,14 @@ def _read(
     splits: int,
     bias: Tensor | None,
 ) -> list[Partial]:
-    """All stored tokens of one sequence, one partial result for each of ``splits`` runs of pages."""
+    """All stored tokens of one sequence, one partial result for each of ``splits`` runs of pages (0: one)."""
     page_size = reader.page_size
     begin = 0 if span.window_left < 0 else max(0, span.low - span.window_left)
     end = min(length, span.high + 1) if span.causal else length
     if end <= begin:
         return []
     first, last = begin // page_size, (end - 1) // page_size + 1
-    per_split = -(-(last - first) // splits)
+    per_split = -(-(last - first) // max(splits, 1))
     tile_pages = max(1, TILE // page_size)
     parts = []
     for split in range(first, last, per_split):

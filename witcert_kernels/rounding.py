@@ -10,7 +10,8 @@ DELTA_WIDEN    the sketch coordinate's own rounding: a float64 sum on the CPU, f
 FLOAT_UP       turns a few float32 roundings of a non-negative number into an upper bound
 DOT_EXTRA      roundings of a logit besides its dot product's d additions: z = q∘f, the sketch's r terms are
                counted by the caller, times s, times sm_scale, less the dither's scalar, plus the sketch's
-LOGIT_ADDS     roundings of the running logit: bypass, shift, bias, cap
+LOGIT_ADDS     roundings of the running logit, relative to the largest that it or an added term was: bypass, shift,
+               bias, cap
 EXP_ERROR      exp's own error as a logit error: 2 units in the last place
 TANH_ERROR     tanh's own error over the cap: 2 units in the last place
 MOMENT_REL     relative error of a moment: float32 products, float64 sums

@@ -1,6 +1,6 @@
 """Split-KV partial results and their merge (design section 2.3; Lean ``WitCert.merge_splits``), and the meter.
 
-Everything but a tile's own arithmetic is float64 here. A partial covers some tokens of one sequence, ``[kv_heads, rows]``.
+Everything but a tile's own arithmetic is float64 here. A partial covers some tokens of one sequence.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def _merge_moments(parts: Sequence[Moments]) -> tuple[Moments, Tensor]:
 def exp_moments(x: Tensor, c: Tensor, masked: bool) -> tuple[Moments, Tensor, Tensor]:
     """Moments of one tile ``[kv_heads, rows, tokens]``; where ``masked``, x is −Inf at tokens that are not attended.
 
-    Returns the moments, the weights e^(x − m) and the excess weights e^(x − m) (e^c − 1), in x's dtype. c is not negative
-    and already an upper bound in x's dtype.
+    Returns the moments, the weights e^(x − m) and the excess weights e^(x − m) (e^c − 1), in x's dtype. c is not
+    negative and already an upper bound in x's dtype.
     """
     m = x.amax(-1)
     shifted = x - (torch.where(m == -INF, 0.0, m) if masked else m)[..., None]

@@ -419,6 +419,11 @@ class OffersGraphs(Protocol):
         ...
 
 
+def optional(adapter: Adapter) -> Any:
+    """The same adapter, for calls of its optional groups' methods."""
+    return adapter
+
+
 def load(name: str) -> Adapter:
     """One of ours by name, or ``package.module:Class``.
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from . import arrays
-from .adapter import PLAIN, Adapter, Array, Budget, Calibration, Decoded, Info, Ints, Layout, Read, Store
+from .adapter import PLAIN, Adapter, Array, Budget, Calibration, Decoded, Info, Ints, Layout, Read, Store, optional
 
 
 def terse(x: Any) -> str:
@@ -249,7 +249,7 @@ def _with_read(scene: Scene, rng: np.random.Generator, used: Ints) -> Scene:
 
 def page_in(scene: Scene, wanted: Any) -> tuple[Ints, Array, Array]:
     """Exact pages for ``wanted`` ``[batch, kv_heads, pages]``: the table, and what its slots must hold."""
-    adapter: Any = scene.adapter
+    adapter = optional(scene.adapter)
     table, lengths, size = scene.read.page_table, scene.read.seq_lens, scene.case.layout.page_size
     exact = np.full((*wanted.shape[:2], table.shape[1]), -1, np.int64)
     held: dict[int, tuple[Array, Array]] = {}

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mpmath import mpf
 
 from . import philox
-from .adapter import Array, Budget, Info, Ints, Layout, Mask, Read, Stored
+from .adapter import Array, Budget, Info, Ints, Layout, Mask, Read, Stored, optional
 from .exact import MP, Dyadic, finite
 
 if TYPE_CHECKING:
@@ -340,8 +340,7 @@ def blocks(scene: Scene, stored: Stored | None = None, read: Read | None = None)
     stored = adapter.stored(scene.store) if stored is None else stored
     x_all, steps_all, skipped = x_hat(scene, stored), steps_of(stored, layout), bypass_mask(scene)
     rho_all, v_all = _values(stored, layout, adapter.info)
-    any_adapter: Any = adapter
-    band = any_adapter.bands(layout) if layout.witness_bands else np.zeros(layout.head_dim, np.int64)
+    band = optional(adapter).bands(layout) if layout.witness_bands else np.zeros(layout.head_dim, np.int64)
     batch, size = len(read.seq_lens), layout.page_size
     bounds = np.arange(batch + 1) if read.qo_indptr is None else read.qo_indptr
     group = read.q.shape[1] // layout.kv_heads

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from witcert_conformance import Case, Info, Layout, load, release_check
+from witcert_conformance import CAPABILITIES, Case, Info, Layout, load, release, release_check
 from witcert_conformance.mutants import MUTANTS
 from witcert_conformance.registry import properties
 from witcert_conformance.runner import run_property
@@ -111,6 +111,14 @@ def test_release_check_fails_unless_everything_passed(tmp_path: Path, monkeypatc
     assert release_check(["witcert_conformance.mutants:ClipsAt126"], profile="quick", write=lines.append) == 1
     assert lines[-1] == "conformance: FAILED"
     assert release_check([EXAMPLE, "no.such.module:Adapter"], profile="quick", write=lines.append) == 1
+
+
+def test_a_shipped_implementation_cannot_drop_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setitem(release.OPTIONAL, EXAMPLE, frozenset(CAPABILITIES) - {"sketch"})
+    lines: list[str] = []
+    assert release_check([EXAMPLE], profile="quick", write=lines.append) == 1
+    assert any("no longer offers sketch" in line for line in lines)
 
 
 def test_capabilities_are_names() -> None:

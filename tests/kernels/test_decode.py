@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from witcert_kernels import Budget, ExactPages, StoreLayout, certified_decode
+from witcert_kernels import Budget, ExactPages, StoreLayout, certified_decode, quantize_
 from witcert_ref import bounds
 
 from .oracle import Case, exact_logits, make_case, softmax, stored_logits
@@ -207,8 +207,6 @@ def test_one_bad_token_is_contained() -> None:
         case = make_case(10, layout, [60, 60], heads=4)
         q = queries(case, 2)
         clean = certified_decode(q, case.pool, case.page_table, case.seq_lens)
-        from witcert_kernels import quantize_
-
         k, v = case.keys[0][7:8].clone(), case.values[0][7:8].clone()
         k[0, 1, 5] = value
         quantize_(k, v, case.pool, case.page_table[0, 0].long()[None] * 16 + 7)
@@ -225,3 +223,28 @@ def test_one_bad_token_is_contained() -> None:
         q[0, 0, 0] = value
         cert = certified_decode(q, case.pool, case.page_table, case.seq_lens)[2]
         assert float(cert.meter[0, 0]) == 1 and bool((cert.meter[0, 1:] < 1).all())
+
+
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_terms_that_cancel_are_in_the_rounding_budget(cap: float) -> None:
+    """A bias of -10^6 against a bypass term of 10^6 leaves small logits and float32 errors of 1/16."""
+    layout = StoreLayout(1, 64, 64, page_size=16, bypass=1)
+    case = make_case(11, layout, [40], heads=2)
+    channels = case.pool.bypass_channels[0]
+    g = torch.Generator().manual_seed(1)
+    k = torch.randn(40, 1, 64, generator=g) * 0.01
+    k[:, :, channels] = 1000 + torch.rand(40, 1, 2, generator=g) * 1e-3
+    v = torch.randn(40, 1, 64, generator=g)
+    slots = case.page_table[0, torch.arange(40) // 16].long() * 16 + torch.arange(40) % 16
+    quantize_(k, v, case.pool, slots)
+    case.keys[0], case.values[0] = k, v
+    q = torch.randn(1, 2, 64, generator=g) * 0.01
+    q[:, :, channels] = 4003.0
+    bias = torch.full((1, 2, 40), -0.125 * 2 * 4003e3) + torch.randn(1, 2, 40, generator=g)
+    out, _, cert = certified_decode(q, case.pool, case.page_table, case.seq_lens, bias=bias, logits_soft_cap=cap)
+    x = exact_logits(case, 0, q[0], 0.125) + bias[0].double().numpy()
+    x = cap * np.tanh(x / cap) if cap else x
+    exact = torch.einsum("ht,thd->hd", torch.from_numpy(softmax(x)), v.double().expand(-1, 2, -1))
+    error = (out[0].double() - exact).norm(dim=-1)
+    assert bool((error <= cert.value_error[0]).all()) and bool((error > 1e-3).any())
+    assert bool((cert.meter[0] > 0.01).all())

@@ -5,9 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
-from ..adapter import Adapter, Layout
+from ..adapter import Adapter, Layout, optional
 from ..case import Case, build
 from ..checks import require, same
 from ..registry import prop
@@ -27,11 +26,10 @@ GRAPHED = Case(layout=Layout(kv_heads=2, head_dim=64, head_dim_v=64, page_size=1
 def _replay(adapter: Adapter, case: Case) -> None:
     """A captured graph's replays, five interleaved ones of two graphs, are bit-identical to eager."""
     scene = build(adapter, case)
-    graphs: Any = adapter
     reads = [scene.read, replace(scene.read, q=-scene.read.q)]
     eager = [adapter.decode(scene.store, read) for read in reads]
     order = [0, 1, 0, 0, 1]
-    for step, (i, got) in enumerate(zip(order, graphs.replay(scene.store, reads, order), strict=True)):
+    for step, (i, got) in enumerate(zip(order, optional(adapter).replay(scene.store, reads, order), strict=True)):
         same(eager[i], got, what=f"replay {step} of a captured graph")
 
 
@@ -46,8 +44,7 @@ def _replay(adapter: Adapter, case: Case) -> None:
 def _sync(adapter: Adapter, case: Case) -> None:
     """A decode never makes the host wait for the device."""
     scene = build(adapter, case)
-    graphs: Any = adapter
-    count = graphs.synchronisations(scene.store, scene.read)
+    count = optional(adapter).synchronisations(scene.store, scene.read)
     require(count == 0, f"synchronisations: got {count} in one decode, wants 0")
 
 

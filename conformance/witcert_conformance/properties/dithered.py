@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from .. import checks
-from ..adapter import Adapter, Array, Budget, Info, Layout
-from ..case import Case, build
+from ..adapter import Adapter, Array, Budget, Info, Layout, optional
+from ..case import Case, Scene, build
 from ..checks import require, run
-from ..model import blocks, delta_local
+from ..model import blocks, delta_local, slot_dither
 from ..registry import prop
 from ..strategies import ORDINARY, plain
 from .write import residual_within_half_step, scale_covers_amax
@@ -140,8 +140,7 @@ def _shares(info: Info) -> st.SearchStrategy[Shares]:
 def _budget(adapter: Adapter, case: Shares) -> None:
     """δ of one certificate is δ over layers, heads and steps."""
     budget = Budget(case.delta, case.layers, case.heads, case.steps)
-    any_adapter: object = adapter
-    got, want = any_adapter.delta_local(budget), delta_local(budget)  # type: ignore[attr-defined]
+    got, want = optional(adapter).delta_local(budget), delta_local(budget)
     require(abs(got - want) <= 1e-12 * want, f"delta_local: got {got!r} for {budget}, wants {want!r}")
 
 
@@ -175,7 +174,7 @@ def _uniform(adapter: Adapter, case: Case) -> None:
     )
     residual_within_half_step(repeated)
     ratio = k.reshape(n, -1) / stored.scale.reshape(-1, layout.kv_heads)[:n, :1]
-    xi = checks_xi(repeated, n)
+    xi = _xi_of_head_0(repeated, n)
     residual = stored.codes.reshape(-1, layout.head_dim)[:n] - xi - ratio
     count = residual.size
     mean, spread = residual.mean(), np.square(residual).mean()
@@ -183,9 +182,7 @@ def _uniform(adapter: Adapter, case: Case) -> None:
     require(abs(spread - 1 / 12) < 6 * (1 / 180 / count) ** 0.5, f"residual: mean square {spread:.5g}, wants 1/12")
 
 
-def checks_xi(scene: object, n: int) -> Array:
-    """The scene's dither, ``[n, d]`` of kv head 0."""
-    from ..model import slot_dither
-
-    xi = slot_dither(scene)  # type: ignore[arg-type]
+def _xi_of_head_0(scene: Scene, n: int) -> Array:
+    """The dither of the first n slots in kv head 0, ``[n, d]``."""
+    xi = slot_dither(scene)
     return xi.reshape(-1, *xi.shape[2:])[:n, 0]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from .. import checks
-from ..adapter import Adapter, Info, Layout
+from ..adapter import Adapter, Info, Layout, optional
 from ..case import Case, build
 from ..checks import require, run
 from ..exact import finite
@@ -143,12 +142,11 @@ def _bypass_read(adapter: Adapter, case: Case) -> None:
 )
 def _binding(adapter: Adapter, case: Case) -> None:
     """Bytes are read with the calibration that wrote them; another one is refused."""
-    scene, any_adapter = build(adapter, case), adapter
-    reader: Any = any_adapter
-    reader.read_with(scene.store, scene.calibration, scene.read)
+    scene = build(adapter, case)
+    optional(adapter).read_with(scene.store, scene.calibration, scene.read)
     other = replace(scene.calibration, f=scene.calibration.f * 2)
     try:
-        reader.read_with(scene.store, other, scene.read)
+        optional(adapter).read_with(scene.store, other, scene.read)
     except ValueError:
         return
     require(False, "calibration: another one than the writer's was accepted")
@@ -195,8 +193,7 @@ def _fit(adapter: Adapter, case: Fitted) -> None:
     still = layout.pairs[rng.integers(len(layout.pairs))]
     keys[..., still] = case.constant
     keys = keys.astype(np.float32).astype(np.float64)
-    fitter: Any = adapter
-    mu, f = fitter.fit(keys, layout)
+    mu, f = optional(adapter).fit(keys, layout)
     require(np.isfinite(mu).all() and np.isfinite(f).all(), "mu, f: not finite")
     require((f > 0).all(), f"f: got {f.min()!r}, wants numbers above 0")
     require((f[:, layout.pairs[:, 0]] == f[:, layout.pairs[:, 1]]).all(), "f: differs within a RoPE pair")

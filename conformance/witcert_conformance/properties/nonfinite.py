@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from .. import checks
-from ..adapter import Adapter, Layout
+from ..adapter import Adapter, Layout, optional
 from ..case import Case, Scene, build
 from ..checks import require, same
 from ..model import blocks
@@ -147,8 +147,7 @@ def _poison(adapter: Adapter, case: Case) -> None:
     before = scene.decode()
     pages = len(adapter.stored(scene.store).codes)
     unused = np.setdiff1d(np.arange(pages * case.layout.page_size), scene.slots)
-    any_adapter: object = adapter
-    any_adapter.poison(scene.store, unused)  # type: ignore[attr-defined]
+    optional(adapter).poison(scene.store, unused)
     after = scene.decode()
     same(before, after, what="bytes changed in slots that no row attends to")
     for block in blocks(scene):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpmath import mpf
 
 from .. import arrays, exact
-from ..adapter import Adapter, Array, Calibration, Decoded, Info, Ints, Layout, Mask, Observed, Read
+from ..adapter import Adapter, Array, Calibration, Decoded, Info, Ints, Layout, Mask, Observed, Read, optional
 from ..case import calibration, terse
 from ..checks import require
 from ..exact import MP, Dyadic, finite
@@ -70,7 +70,7 @@ class Seen:
 def look(adapter: Adapter, view: View) -> Seen:
     """Write the view and form its read."""
     layout, rng = view.layout, np.random.default_rng(view.seed)
-    observer: Any = adapter
+    observer = optional(adapter)
     total, size = sum(view.lengths), layout.page_size
     k = arrays.round_to(rng.normal(size=(total, layout.kv_heads, layout.head_dim)), layout.dtype)
     v = arrays.round_to(rng.normal(size=(total, layout.kv_heads, layout.head_dim_v)), layout.dtype)

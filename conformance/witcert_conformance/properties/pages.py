@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import checks
-from ..adapter import Adapter, Array, Layout
+from ..adapter import Adapter, Array, Layout, optional
 from ..case import Case, build
 from ..checks import run, same
 from ..registry import prop
@@ -26,15 +26,14 @@ FULL = Case(layout=Layout(head_dim=8, sketch=2, witness_bands=2, bypass=1), leng
 def _reuse(adapter: Adapter, case: Case) -> None:
     """Freed pages that are written again report what a fresh store does, bit for bit."""
     fresh = build(adapter, case)
-    want, any_adapter = fresh.decode(), adapter
-    pager: Any = any_adapter
+    want = fresh.decode()
     pages = len(adapter.stored(fresh.store).codes)
     store = adapter.create(case.layout, pages, fresh.calibration, layer=fresh.layer, seed=fresh.seed)
     rng = np.random.default_rng(case.seed)
     every = np.arange(pages * case.layout.page_size)
     big_k, big_v = (1000.0 * rng.normal(size=(len(every), *x.shape[1:])).astype(np.float16) for x in (fresh.k, fresh.v))
     adapter.quantize(store, big_k, big_v, every, every)
-    pager.free(store, np.arange(pages))
+    optional(adapter).free(store, np.arange(pages))
     adapter.quantize(store, fresh.k, fresh.v, fresh.slots, fresh.positions)
     same(want, run(replace(fresh, store=store), checks.ALL), what="the pages held other tokens before")
 
@@ -59,13 +58,12 @@ def _reorder(adapter: Adapter, case: Case) -> None:
     for b in reversed(range(len(used))):
         moved[b, : used[b]] = np.arange(start, start + used[b])
         start += int(used[b])
-    any_adapter: Any = adapter
-    any_adapter.take_pages(scene.store, order)
+    optional(adapter).take_pages(scene.store, order)
     got = scene.decode(page_table=moved)
     same(want, got, what="the pages were gathered in another order")
     if "repair" in adapter.info.offers:
         for b, p in ((b, 0) for b in range(len(used)) if used[b]):
-            slot = any_adapter.page_in(scene.store, int(moved[b, p]), 0)
+            slot = optional(adapter).page_in(scene.store, int(moved[b, p]), 0)
             pages = np.full((len(used), case.layout.kv_heads, table.shape[1]), -1)
             pages[b, 0, p] = slot
             n = min(size, int(scene.read.seq_lens[b]))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from .. import checks
-from ..adapter import Adapter, Array, Gated, Layout
+from ..adapter import Adapter, Array, Gated, Layout, optional
 from ..case import Case, Scene, build, page_in
 from ..checks import require, run
 from ..model import blocks
@@ -110,8 +109,7 @@ def _lost(adapter: Adapter, case: Case) -> None:
 def gated(adapter: Adapter, case: Case, tau: float) -> tuple[Scene, Gated]:
     """The scene and what the gate did; the scene's exact pages are those of the gate."""
     scene = build(adapter, case)
-    any_adapter: Any = adapter
-    return scene, any_adapter.gate(scene.store, scene.read, tau)
+    return scene, optional(adapter).gate(scene.store, scene.read, tau)
 
 
 def _tau(adapter: Adapter, case: Case) -> tuple[float, Array]:

@@ -38,8 +38,7 @@ def _error(adapter: Adapter, case: Case) -> None:
     """Every token's logit error is at most c in exact rationals: from k, the stored bytes and q alone."""
     scene = build(adapter, case)
     for block in blocks(scene):
-        sources = list(range(len(block.rows)))[:4]
-        for r in sources:
+        for r in range(min(len(block.rows), 4)):
             fine = ~block.lost[: block.n]
             error = abs(block.error_exact(r))[: block.n]
             allowed = block.half_step_exact(r)

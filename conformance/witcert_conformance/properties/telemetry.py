@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from ..adapter import Adapter
+from ..adapter import Adapter, optional
 from ..case import Case, build
 from ..checks import require
 from ..registry import prop
@@ -22,10 +20,9 @@ from .nonfinite import spoiled
 )
 def _cells(adapter: Adapter, case: Case) -> None:
     """Cells that attended to something are counted once, with the largest meter."""
-    scene, any_adapter = build(adapter, case), adapter
-    counter: Any = any_adapter
+    scene = build(adapter, case)
     first, second = scene.decode(), scene.decode()
-    counts = counter.telemetry(scene.store)
+    counts = optional(adapter).telemetry(scene.store)
     cells = int((first.lse > -np.inf).sum() + (second.lse > -np.inf).sum())
     require(counts.cells == cells, f"telemetry: got {counts.cells} cells, wants {cells}")
     require(counts.max_meter == first.meter.max(initial=0), f"telemetry: got a largest meter of {counts.max_meter}")
@@ -42,6 +39,5 @@ def _nonfinite(adapter: Adapter, case: Case) -> None:
     """A cell that met a key that is not finite is counted as such."""
     scene, _, _ = spoiled(adapter, case, key=np.inf)
     scene.decode()
-    counter: Any = adapter
-    got = counter.telemetry(scene.store).nonfinite
+    got = optional(adapter).telemetry(scene.store).nonfinite
     require(got == case.group_heads, f"telemetry: got {got} cells that are not finite, wants {case.group_heads}")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from .. import checks
-from ..adapter import Adapter, Info, Layout
+from ..adapter import Adapter, Info, Layout, optional
 from ..case import Case, build
 from ..checks import require, run
 from ..exact import Dyadic, finite
@@ -35,10 +34,9 @@ WITNESSED = Case(layout=Layout(head_dim=8, witness_bands=2), lengths=(7,), keys=
 def _covers(adapter: Adapter, case: Case) -> None:
     """code · √(Σ s²)/508 ≥ the band's residual norm in exact arithmetic, by at most two codes."""
     scene = build(adapter, case)
-    any_adapter: Any = adapter
     stored, at, layout = adapter.stored(scene.store), written(scene), case.layout
     assert stored.witness is not None
-    band = np.eye(layout.witness_bands)[any_adapter.bands(layout)]
+    band = np.eye(layout.witness_bands)[optional(adapter).bands(layout)]
     steps = steps_of(stored, layout)[at]
     lost = ~finite(stored.scale[at])[..., None]
     coded = ~bypass_mask(scene) & ~lost
@@ -111,8 +109,7 @@ def _bands(draw: st.DrawFn, info: Info) -> Bands:
 )
 def _pairs(adapter: Adapter, case: Bands) -> None:
     """No band splits a RoPE pair, in either pair layout and with partial rotation; every band is used."""
-    any_adapter: Any = adapter
-    band = any_adapter.bands(case.layout)
+    band = optional(adapter).bands(case.layout)
     split = band[case.layout.pairs[:, 0]] != band[case.layout.pairs[:, 1]]
     require(not split.any(), f"bands: pairs {case.layout.pairs[split].tolist()} are in two bands")
     require(set(band.tolist()) == set(range(case.layout.witness_bands)), f"bands: got {sorted(set(band.tolist()))}")
