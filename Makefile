@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c $(CON
 
 help:
 	@echo "make demo     generate with SmolLM2 over compressed caches, metered, gated and repaired"
-	@echo "make test     run the tests"
+	@echo "make test     run the tests, then the conformance suite on every implementation that a CPU has"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   rewrite the code in ruff's format"
 	@echo "Each makes $(VENV) with $(PYTHON) (3.11 or later) and installs what it needs first."
@@ -21,6 +21,8 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest conformance -n 2 --impl ref --impl torch-cpu
+	$(BIN)/python -m pytest conformance -n 2 --impl triton-interpret --profile quick
 
 lint: install
 	$(BIN)/ruff check

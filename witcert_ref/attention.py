@@ -121,13 +121,14 @@ def certify(
     if whole.size == 0:
         return Certificate(whole, 0.0, 0.0, 0.0, guarantee)
     zero = None if sink is None else 0.0
-    total, p = _append(bound + rounding, zero), softmax(whole)
-    meter = float(bounds.meter(p, total))
+    total, p, log_p = _append(bound + rounding, zero), softmax(whole), whole - logsumexp(whole)
+    meter = float(bounds.meter(p, total, log_p))
     if known is not None and c_known is not None:
         rest = _append(nonnegative("c_known", c_known, finite=False) + rounding, zero)
         meter = min(meter, float(sketch.two_part_meter(whole, _append(floats("known", known), zero), rest)))
     meter = min(1.0, meter + float(np.tanh(np.max(rounding, initial=0.0) / 2)))
-    return Certificate(p, meter, float(bounds.eform(p, total)), float(bounds.moments(p, total)[3]), guarantee)
+    risk = float(bounds.moments(p, total, log_p)[3])
+    return Certificate(p, meter, float(bounds.eform(p, total, log_p)), risk, guarantee)
 
 
 @implements("WitCert.tierA_certificate")
@@ -264,7 +265,7 @@ def part(
     rounding = np.broadcast_to(nonnegative("zeta", zeta), tokens.shape)
     error = np.broadcast_to(nonnegative("rho", rho), tokens.shape)
     p, norm = softmax(tokens), np.linalg.norm(value, axis=-1)
-    a1, a2, c_max, log_a = _moments(p, bound + rounding)
+    a1, a2, c_max, log_a = _moments(tokens, bound + rounding)
     two_part = None
     if known is not None and c_known is not None:
         r, rest = floats("known", known), nonnegative("c_known", c_known, finite=False)
@@ -273,7 +274,7 @@ def part(
         with np.errstate(over="ignore", invalid="ignore"):
             grown = np.expm1(r)
             first, second = float(p_w @ grown), float(p_w @ grown**2)
-        two_part = TwoPart(float(logsumexp(w)), *_moments(p_w, rest + rounding)[:3], first, second)
+        two_part = TwoPart(float(logsumexp(w)), *_moments(w, rest + rounding)[:3], first, second)
     return Part(
         out=p @ value,
         lse=float(logsumexp(tokens)),
@@ -346,9 +347,10 @@ def _merge_two_part(parts: list[TwoPart]) -> TwoPart:
     )
 
 
-def _moments(p: Array, c: Array) -> tuple[float, float, float, float]:
+def _moments(logits: Array, c: Array) -> tuple[float, float, float, float]:
     """`bounds.moments` of the tokens with a finite c; c_max is +Inf if there are others."""
-    a1, a2, _, log_a = bounds.moments(p, np.where(np.isinf(c), 0.0, c))
+    finite = np.where(np.isinf(c), 0.0, c)
+    a1, a2, _, log_a = bounds.moments(softmax(logits), finite, logits - logsumexp(logits))
     return float(a1), float(a2), float(np.max(c)), float(log_a)
 
 

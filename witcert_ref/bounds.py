@@ -12,7 +12,7 @@ broadcast.
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from witcert_ref._checks import Array, nonnegative, same_last_axis
+from witcert_ref._checks import Array, floats, nonnegative, same_last_axis
 from witcert_ref.spec import implements
 from witcert_ref.tv import logsumexp
 
@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _EXP_MAX = 700.0  # e^700 is finite in float64
+_TINY = 1e-290  # below, a weight has lost digits, or all
 _ENUMERATED = 16  # tokens whose 2^n sets `worst_case` lists
 
 
@@ -49,23 +50,28 @@ def _checked(p_tilde: ArrayLike, c: ArrayLike) -> tuple[Array, Array]:
     return p, bound
 
 
-def _excess(w: Array, c: Array) -> Array:
+def _log(p: Array, log_p: ArrayLike | None) -> Array:
+    with np.errstate(divide="ignore"):
+        return np.log(p) if log_p is None else np.broadcast_to(floats("log_p", log_p, finite=False), p.shape)
+
+
+def _excess(w: Array, c: Array, log_w: Array | None = None) -> Array:
     """w (e^c - 1) for w, c >= 0, overflowing only where the result does; +Inf where c is, also for w = 0."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        large = np.where(np.isinf(c), np.inf, np.exp(np.log(w) + c))
-    return np.where(c <= _EXP_MAX, w * np.expm1(np.minimum(c, _EXP_MAX)), large)
+        far = np.where(np.isinf(c), np.inf, np.exp((np.log(w) if log_w is None else log_w) + c))
+    return np.where((c <= _EXP_MAX) & (w > _TINY), w * np.expm1(np.minimum(c, _EXP_MAX)), np.maximum(far - w, 0.0))
 
 
-def _mean(p: Array, c: Array) -> Array:
+def _mean(p: Array, c: Array, log_p: ArrayLike | None = None) -> Array:
     """a1 = Σ p̃ (e^c - 1)."""
-    return np.asarray(np.sum(_excess(p, c), -1))
+    return np.asarray(np.sum(_excess(p, c, _log(p, log_p)), -1))
 
 
-def _sigma(p: Array, c: Array, a1: Array) -> Array:
+def _sigma(p: Array, c: Array, a1: Array, log_p: ArrayLike | None = None) -> Array:
     """The standard deviation of e^c in two passes; +Inf where it, or A, overflows."""
     root = np.sqrt(p)
     with np.errstate(invalid="ignore", over="ignore"):
-        squares = np.sum(np.square(_excess(root, c) - root * a1[..., None]), -1)
+        squares = np.sum(np.square(_excess(root, c, _log(p, log_p) / 2) - root * a1[..., None]), -1)
     return np.where(np.isnan(squares), np.inf, np.sqrt(squares))
 
 
@@ -85,24 +91,26 @@ def _meter(a1: Array, sigma: Array, c_max: Array) -> Array:
 
 @implements("WitCert.expVar_eq")
 @implements("WitCert.one_le_expMean")
-def moments(p_tilde: ArrayLike, c: ArrayLike) -> tuple[Array, Array, Array, Array]:
+def moments(p_tilde: ArrayLike, c: ArrayLike, log_p: ArrayLike | None = None) -> tuple[Array, Array, Array, Array]:
     """(a1, a2, c_max, log_a): Σ p̃ (e^c - 1), Σ p̃ (e^c - 1)², max c, log Σ p̃ e^c; σ² = a2 - a1².
 
-    log_a is finite whenever c is; a1 and a2 are +Inf where they overflow.
+    log_p: log p̃, for tokens whose p̃ underflows while c is large. log_a is finite whenever c is; a1 and a2 are +Inf
+    where they overflow.
     """
     p, bound = _checked(p_tilde, c)
-    a1, c_max = _mean(p, bound), np.max(bound, -1)
-    with np.errstate(over="ignore", divide="ignore"):
-        a2 = np.sum(np.square(_excess(np.sqrt(p), bound)), -1)
-        far = logsumexp(np.where(np.isinf(bound), 0.0, bound) + np.log(p))
+    logs = _log(p, log_p)
+    a1, c_max = _mean(p, bound, logs), np.max(bound, -1)
+    with np.errstate(over="ignore"):
+        a2 = np.sum(np.square(_excess(np.sqrt(p), bound, logs / 2)), -1)
+        far = logsumexp(np.where(np.isinf(bound), 0.0, bound) + logs)
     log_a = np.where(np.isinf(c_max), np.inf, np.where(a1 <= 1, np.log1p(a1), far))
     return a1[()], a2[()], c_max[()], log_a[()]
 
 
 @implements("WitCert.tv_tilt_le_eform")
-def eform(p_tilde: ArrayLike, c: ArrayLike) -> Array:
-    """½ (A² - 1): the paper's Theorem 1. Not capped at 1."""
-    a1 = _mean(*_checked(p_tilde, c))
+def eform(p_tilde: ArrayLike, c: ArrayLike, log_p: ArrayLike | None = None) -> Array:
+    """½ (A² - 1): the paper's Theorem 1. Not capped at 1. log_p: as for `moments`."""
+    a1 = _mean(*_checked(p_tilde, c), log_p)
     with np.errstate(over="ignore"):
         return np.asarray(a1 * (a1 + 2) / 2)[()]
 
@@ -150,11 +158,11 @@ def sharp(p_tilde: ArrayLike, c: ArrayLike) -> Array:
 @implements("WitCert.meter_le_eform")
 @implements("WitCert.meter_lt_one")
 @implements("WitCert.tv_softmax_le_meter", pending=True)
-def meter(p_tilde: ArrayLike, c: ArrayLike) -> Array:
-    """min(phi, sharp, tanh): what is reported. At most 1, and 1 where a c is +Inf."""
+def meter(p_tilde: ArrayLike, c: ArrayLike, log_p: ArrayLike | None = None) -> Array:
+    """min(phi, sharp, tanh): what is reported. At most 1, and 1 where a c is +Inf. log_p: as for `moments`."""
     p, bound = _checked(p_tilde, c)
-    a1 = _mean(p, bound)
-    return _meter(a1, _sigma(p, bound, a1), np.max(bound, -1))[()]
+    a1 = _mean(p, bound, log_p)
+    return _meter(a1, _sigma(p, bound, a1, log_p), np.max(bound, -1))[()]
 
 
 @implements("WitCert.expVar_eq")

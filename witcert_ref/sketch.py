@@ -134,7 +134,7 @@ def two_part_meter(y: ArrayLike, known: ArrayLike, c: ArrayLike) -> Array:
     with np.errstate(over="ignore"):
         deviation = np.where(ratio < 700, np.exp(root) * np.expm1(np.minimum(ratio, 700)), np.exp(root + ratio))
         first = np.sqrt(np.sum(np.square(deviation), -1)) / 2
-    return np.asarray(np.minimum(1.0, first + meter(p_w, c)))[()]
+    return np.asarray(np.minimum(1.0, first + meter(p_w, c, 2 * root)))[()]
 
 
 def _unit(u: Array, steps: ArrayLike | None, unit_size: ArrayLike | None) -> Array:

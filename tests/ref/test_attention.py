@@ -255,3 +255,13 @@ def test_tier_b_takes_off_what_its_sketch_stores() -> None:
 def test_bad_arguments_are_refused(call: Callable[[], object], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: got"):
         call()
+
+
+def test_a_weight_that_underflows_still_counts() -> None:
+    """p̃ = e^-2189 is 0 in float64, and e^3345 p̃ is not; with c = 1000 the token does not matter."""
+    assert attention.certify([0.0, -2189.0], [0.04, 3345.0]).meter == 1.0
+    small = attention.certify([0.0, -2189.0], [0.04, 1000.0])
+    assert small.meter == pytest.approx(float(bounds.meter([1.0], [0.04])), rel=1e-9)
+    v = np.ones((2, 1))
+    assert attention.merge([attention.part([0.0, -2189.0], [0.04, 3345.0], v)]).meter == 1.0
+    assert attention.certify([0.0, -800.0], [0.0, 805.0]).risk == pytest.approx(np.log1p(np.exp(5.0)), rel=1e-12)

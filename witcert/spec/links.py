@@ -56,6 +56,13 @@ PROOF_ONLY: dict[str, str] = {
 }
 """Core theorem that no function implements -> the reason."""
 
+REFERENCE_ONLY: dict[str, str] = {
+    "WitCert.tv_evict": "About eviction, which no store of ours does.",
+    "WitCert.tv_tilt_le_rc_tanh": "The shape of another method, for comparison; no implementation reports it.",
+    "WitCert.tv_tilt_le_twosided": "For comparison with the meter, which takes its place; no implementation reports it.",
+}
+"""Core theorem that a reference function implements and no implementation can be asked for -> the reason."""
+
 
 @dataclass(frozen=True)
 class Row:

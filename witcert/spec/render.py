@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from witcert.spec.guard import AXIOMS, module_path
-from witcert.spec.links import PROOF_ONLY, Row
+from witcert.spec.links import PROOF_ONLY, REFERENCE_ONLY, Row
 from witcert_ref.spec import load
 
 HEADER = ("paper", "Lean name", "meaning", "reference", "kernel", "property", "axioms", "status")
@@ -33,7 +33,8 @@ def table(rows: tuple[Row, ...]) -> Table:
     caption = f"{summary(rows)}; standard axioms: {_STANDARD}"
     out = Table(title="Statements", caption=caption, box=box.SIMPLE_HEAD)
     for name in HEADER:
-        out.add_column(name, overflow="fold", ratio=3 if name == "meaning" else 2 if name in HEADER[:6] else None)
+        width = {"Lean name": None, "meaning": 3}.get(name, 2 if name in HEADER[:6] else None)
+        out.add_column(name, overflow="fold", no_wrap=name == "Lean name", ratio=width)
     for row in rows:
         out.add_row(*map(escape, _cells(row)), style="dim" if row.theorem.pending else None)
     return out
@@ -78,6 +79,9 @@ def markdown(rows: tuple[Row, ...]) -> str:
     if PROOF_ONLY:
         lines += ["", "## Proved, and implemented by no function", ""]
         lines += [f"- `{name}`: {reason}" for name, reason in sorted(PROOF_ONLY.items())]
+    if REFERENCE_ONLY:
+        lines += ["", "## Implemented by the reference, asked of no implementation", ""]
+        lines += [f"- `{name}`: {reason}" for name, reason in sorted(REFERENCE_ONLY.items())]
     return "\n".join(lines) + "\n"
 
 

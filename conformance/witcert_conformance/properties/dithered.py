@@ -78,7 +78,7 @@ def _read(adapter: Adapter, case: Case) -> None:
         scales=(0.01, 0.1, 1.0),
         batch=(1, 2),
     ),
-    theorems=("tierB_all_tokens", "tierB_certificate", "sinh_le_mul_exp"),
+    theorems=("tierB_token", "tierB_all_tokens", "tierB_certificate", "sinh_le_mul_exp"),
     needs=("dither",),
     pinned=(
         TWO_TOKENS,
