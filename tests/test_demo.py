@@ -19,7 +19,7 @@ from witcert.haystack import prompts
 pytestmark = pytest.mark.model
 
 ROUNDING = 1e-4
-"""How far rounding may lift a meter above min(1, e-form); the logits here are below 100, see witcert_kernels.rounding."""
+"""How far rounding may lift a meter above min(1, e-form): logits here are below 100 (witcert_kernels.rounding)."""
 
 
 @pytest.fixture(scope="module")

@@ -369,7 +369,7 @@ def run_demo(
 
     meta = {
         "witcert": __version__,
-        "model": str(getattr(model.config, "name_or_path", "") or model.config.model_type),
+        "model": Path(getattr(model.config, "name_or_path", "") or model.config.model_type).name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "prompts": ", ".join(f"{p.id} ({p.tokens} tokens)" for p in needles),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""The demo's report: one self-contained HTML page with plots, readable on a phone."""
+"""Reports as one self-contained HTML page with plots, readable on a phone."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from .demo import Demo, Run
+    from .report import Report
 
 TAUS = np.geomspace(1e-3, 1.0, 61)
 
@@ -56,6 +57,7 @@ def heat_map(runs: Sequence[Run]) -> Figure | None:
         image = axis.imshow(grid, aspect="auto", vmin=0, vmax=1, cmap="magma", origin="lower")
         axis.set_title(run.scheme, fontsize=9)
         axis.tick_params(labelsize=7)
+        axis.xaxis.get_major_locator().set_params(integer=True)
     for axis in axes.flat[len(chosen) :]:
         axis.axis("off")
     figure.supxlabel("decode step", fontsize=8)
@@ -114,22 +116,61 @@ def traffic(runs: Sequence[Run]) -> Figure:
 
 
 def render(demo: Demo) -> str:
-    """The page as HTML; needs the ``demo`` extra (jinja2, matplotlib)."""
-    import jinja2
-
-    figures = [
+    """The demo's page as HTML; needs the ``demo`` extra (jinja2, matplotlib)."""
+    figures: list[tuple[str, Figure | None]] = [
         ("Where the meter is high", heat_map(demo.runs)),
         ("Coverage against τ", coverage_curve(demo.runs)),
         ("Meter against true total variation", scatter(demo.runs)),
         ("Repair traffic", traffic(demo.runs)),
     ]
-    source = (files("witcert") / "data" / "report.html.j2").read_text(encoding="utf-8")
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
-    return template.render(
+    return _fill(
+        figures,
+        title="WitCert demo",
         meta=demo.meta,
         header=demo.header,
         rows=demo.rows(),
         answers=demo.answers(),
         fidelity=demo.fidelity,
-        figures=[(title, _image(figure)) for title, figure in figures if figure is not None],
     )
+
+
+def render_report(report: Report) -> str:
+    """The page of one cache's report as HTML; needs the ``demo`` extra."""
+    figures: list[tuple[str, Figure | None]] = []
+    if report.cells:
+        figure, axes = _figure(height=4.6)
+        grid = np.zeros((max(c.layer for c in report.cells) + 1, len({c.step for c in report.cells})))
+        column = {step: i for i, step in enumerate(sorted({c.step for c in report.cells}))}
+        for cell in report.cells:
+            at = cell.layer, column[cell.step]
+            grid[at] = max(grid[at], cell.meter)
+        image = axes[0, 0].imshow(grid, aspect="auto", vmin=0, vmax=1, cmap="magma", origin="lower")
+        axes[0, 0].set(xlabel="step", ylabel="layer")
+        figure.colorbar(image, label="largest meter of the layer's heads")
+        figures.append(("Where the meter is high", figure))
+    if report.cells_seen:
+        figure, axes = _figure()
+        edges = np.arange(len(report.histogram)) / (len(report.histogram) - 1)
+        axes[0, 0].step(edges, np.cumsum(report.histogram) / report.cells_seen, where="post")
+        axes[0, 0].set(xlabel="τ", ylabel="share of cells with meter ≤ τ", xlim=(0, 1), ylim=(0, 1.02))
+        axes[0, 0].grid(alpha=0.3)
+        figures.append(("Coverage against τ", figure))
+    facts = report.model_dump(exclude={"cells", "histogram", "versions", "bytes", "budget"})
+    nested = {**report.versions, **{f"bytes: {k}": v for k, v in report.bytes.model_dump().items()}}
+    return _fill(
+        figures,
+        title="WitCert report",
+        meta={k: "—" if v is None else str(v) for k, v in {**facts, **nested}.items()},
+        header=("summary",),
+        rows=[[report.summary_line()]],
+        answers=[],
+        fidelity=None,
+    )
+
+
+def _fill(figures: Sequence[tuple[str, Figure | None]], **values: Any) -> str:
+    import jinja2
+
+    source = (files("witcert") / "data" / "report.html.j2").read_text(encoding="utf-8")
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
+    return template.render(figures=[(title, _image(f)) for title, f in figures if f is not None], **values)

@@ -182,6 +182,12 @@ class Report(BaseModel):
         """Write the report as JSON; numbers that are not finite become strings."""
         Path(path).write_text(self.model_dump_json(), encoding="utf-8")
 
+    def to_html(self, path: str | Path) -> None:
+        """Write a self-contained page with plots; needs the ``demo`` extra."""
+        from .page import render_report
+
+        Path(path).write_text(render_report(self), encoding="utf-8")
+
 
 @dataclass(frozen=True)
 class _Kept:

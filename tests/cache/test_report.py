@@ -136,3 +136,12 @@ def _mask() -> torch.Tensor:
     mask = torch.ones(2, 18, dtype=torch.long)
     mask[1, :8] = 0
     return mask
+
+
+def test_html_is_one_file(tmp_path: Path) -> None:
+    run(history=7).report().to_html(tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert html.count("data:image/png;base64,") == 2 and "<script" not in html
+    assert "any_query" in html and "rtn4" in html
+    WitCertCache(model("llama").config).report().to_html(tmp_path / "empty.html")
+    assert "no step read a compressed token" in (tmp_path / "empty.html").read_text(encoding="utf-8")

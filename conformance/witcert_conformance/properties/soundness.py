@@ -101,7 +101,14 @@ def _true(adapter: Adapter, case: Case) -> None:
 @prop(
     "meter_is_useful",
     plain(queries=("normal", "after", "signs", "one_hot", "tiny", "zero"), scales=(1.0, 0.1, 0.01)),
-    theorems=("meter_lt_one", "meter_le_eform", "sharp_attained", "tv_tilt_le_phi", "tv_tilt_le_sharp", "tv_tilt_le_tanh"),
+    theorems=(
+        "meter_lt_one",
+        "meter_le_eform",
+        "sharp_attained",
+        "tv_tilt_le_phi",
+        "tv_tilt_le_sharp",
+        "tv_tilt_le_tanh",
+    ),
     pinned=(*CASES, replace(PAIR, keys="massive", lengths=(12,), layout=Layout(head_dim=8))),
     examples=40,
 )
