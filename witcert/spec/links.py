@@ -59,7 +59,7 @@ PROOF_ONLY: dict[str, str] = {
 REFERENCE_ONLY: dict[str, str] = {
     "WitCert.tv_evict": "About eviction, which no store of ours does.",
     "WitCert.tv_tilt_le_rc_tanh": "The shape of another method, for comparison; no implementation reports it.",
-    "WitCert.tv_tilt_le_twosided": "For comparison with the meter, which takes its place; no implementation reports it.",
+    "WitCert.tv_tilt_le_twosided": "For comparison; the meter takes its place in every implementation.",
 }
 """Core theorem that a reference function implements and no implementation can be asked for -> the reason."""
 
