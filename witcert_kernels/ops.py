@@ -14,6 +14,7 @@ from .budget import Budget
 from .checks import check_range, check_tensor
 from .layout import MODEL_DTYPES
 from .pool import ObservatoryPool, PackedPool
+from .precision import full_precision
 
 Guarantee = Literal["any_query", "fixed_trajectory"]
 
@@ -83,7 +84,8 @@ def _quantize_packed(
 
         triton_writer.write_packed(*arguments)
     else:
-        writer.write_packed(*arguments)
+        with full_precision(k.device):
+            writer.write_packed(*arguments)
 
 
 @torch.library.custom_op(
@@ -107,9 +109,11 @@ def _observe(
     u: Tensor,
     band_of_channel: Tensor,
 ) -> None:
-    writer.write_observatory(
-        k, v, k_new, v_new, slots, k_hat, witness, sketch, sketch_scale, v_hat, v_error, v_norm, f, u, band_of_channel
-    )  # fmt: skip
+    with full_precision(k.device):
+        writer.write_observatory(
+            k, v, k_new, v_new, slots, k_hat, witness, sketch, sketch_scale, v_hat, v_error, v_norm, f, u,
+            band_of_channel,
+        )  # fmt: skip
 
 
 _OUTPUTS = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -177,7 +181,8 @@ def _decode_packed(
 
         return triton_reader.decode_packed(*common, tensors=tensors, scalars=scalars, **options)
     packed = reader.PackedReader(tensors, scalars)
-    return reader.decode(common[0], packed, *common[1:], **options)  # type: ignore[return-value]
+    with full_precision(q.device):
+        return reader.decode(common[0], packed, *common[1:], **options)  # type: ignore[return-value]
 
 
 @_decode_packed.register_fake
@@ -229,7 +234,8 @@ def _decode_observatory(
 
         return triton_reader.decode_observatory(*common, tensors=tensors, **options)
     observatory = reader.ObservatoryReader(tensors)
-    return reader.decode(common[0], observatory, *common[1:], delta_local=0.0, **options)  # type: ignore[return-value]
+    with full_precision(q.device):
+        return reader.decode(common[0], observatory, *common[1:], delta_local=0.0, **options)  # type: ignore[return-value]
 
 
 @_decode_observatory.register_fake

@@ -191,3 +191,27 @@ def test_pool_copies_move_every_part() -> None:
     assert isinstance(case.pool, PackedPool) and all(
         len(getattr(case.pool, n)) == case.pool.num_pages for n in case.pool.page_tensors
     )
+
+
+def test_reduced_precision_elsewhere_does_not_matter() -> None:
+    """Under autocast, and with float32 products allowed in bfloat16, bytes and certificates are the same."""
+    layout = StoreLayout(2, 64, 64, page_size=8, sketch=2)
+    plain = make_case(8, layout, [90], heads=4)
+    q = queries(plain, 2)[1:2]
+    wanted = certified_decode(q, plain.pool, plain.page_table, plain.seq_lens)
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            case = make_case(8, layout, [90], heads=4)
+            got = certified_decode(q, case.pool, case.page_table, case.seq_lens)
+        assert matmul.fp32_precision == "bf16"
+    finally:
+        matmul.fp32_precision = before
+    assert all(
+        torch.equal(getattr(case.pool, n).nan_to_num(), getattr(plain.pool, n).nan_to_num())
+        for n in case.pool.page_tensors
+    )
+    for x, y in zip((*got[:2], got[2].meter), (*wanted[:2], wanted[2].meter), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
