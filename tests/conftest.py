@@ -1,17 +1,23 @@
 """What every test may use: the default model, Hypothesis profiles, and one thread a worker."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch and NumPy start their threads
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+if not torch.cuda.is_available():  # before anything imports Triton, which reads it once
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 settings.register_profile("dev", deadline=None, max_examples=50)
 settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True, print_blob=True)
@@ -25,8 +31,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if not wanting:
         return
-    import torch
-
     if not torch.cuda.is_available():
         items[:] = [item for item in items if item not in wanting]
         config.hook.pytest_deselected(items=wanting)
@@ -38,6 +42,14 @@ def smollm2() -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     from witcert import model
 
     return model.load()
+
+
+@pytest.fixture(autouse=True)
+def own_attention(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give the shared model back with the attention that it came with."""
+    yield
+    if "smollm2" in request.fixturenames:
+        request.getfixturevalue("smollm2")[0].set_attn_implementation("sdpa")
 
 
 @pytest.fixture(scope="session")

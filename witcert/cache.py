@@ -22,7 +22,8 @@ from witcert_kernels import (
     PackedPool,
     StoreLayout,
 )
-from witcert_kernels.checks import check_range
+from witcert_kernels.checks import check_range, check_tensor
+from witcert_kernels.layout import MODEL_DTYPES
 
 from . import schemes
 from .capture import shapes_of
@@ -73,6 +74,29 @@ class Handle:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         cls._refuse(getattr(func, "__name__", str(func)))
+
+
+def _check_chunk(store: LayerStore, k: Tensor, v: Tensor) -> None:
+    """What the writer will ask of a chunk's tokens, before anything is written or spent."""
+    layout = store.pool.layout
+    for name, x, width in (("key", k, layout.head_dim), ("value", v, layout.head_dim_v)):
+        check_tensor(name, x, (None, layout.kv_heads, width), layout.dtype, store.pool.device)
+
+
+def _check_read(
+    store: LayerStore, q: Tensor, k: Tensor, v: Tensor, sm_scale: float | None, cap: float, sinks: Tensor | None
+) -> None:
+    """What the reader will ask, likewise."""
+    _check_chunk(store, k, v)
+    layout = store.pool.layout
+    check_tensor("query", q, (None, None, layout.head_dim), layout.dtype, store.pool.device)
+    if q.shape[1] % layout.kv_heads:
+        raise ValueError(f"query: got {q.shape[1]} heads, wants a multiple of the {layout.kv_heads} kv heads")
+    if sm_scale is not None:
+        check_range("scaling", sm_scale, 0.0, 1e6, open_low=True)
+    check_range("softcap", cap, 0.0, 1e6)
+    if sinks is not None:
+        check_tensor("s_aux", sinks, (q.shape[1],), MODEL_DTYPES, store.pool.device)
 
 
 class WitCertLayer(CacheLayerMixin):
@@ -246,8 +270,11 @@ class WitCertCache(Cache):
         if layer.window != window:
             raise ValueError(f"sliding_window: got {window} in layer {index}, wants {layer.window}, as the config says")
         chunk = Chunk.of(layer.store, attention_mask, batch, n, query.device)
-        q, k, v = (chunk.tokens(x) for x in (query, handle.k, handle.v))
+        # autocast leaves keys and values of two dtypes; the wider one holds both exactly
+        dtype = torch.promote_types(torch.promote_types(query.dtype, handle.k.dtype), handle.v.dtype)
+        q, k, v = (chunk.tokens(x.to(dtype)) for x in (query, handle.k, handle.v))
         store = layer.store or self._new_store(index, k, v, batch)
+        _check_read(store, q, k, v, sm_scale, logits_soft_cap, sinks)
         before = list(store.lengths)
         self._begin(index, n, max((c for c, old in zip(chunk.counts, before, strict=True) if old), default=0))
         options: dict[str, Any] = {
@@ -274,7 +301,7 @@ class WitCertCache(Cache):
             out = out.index_copy(0, rows, self._read(index, read))
         if not decoding:
             self._write(layer, store, chunk, k, v)
-        return chunk.positions(out)
+        return chunk.positions(out).to(handle.v.dtype)
 
     def preload(self, keys_values: Sequence[tuple[Tensor, Tensor]], attention_mask: Tensor | None = None) -> None:
         """Write a prompt's exact keys and values, computed elsewhere, into an empty cache.
@@ -296,11 +323,16 @@ class WitCertCache(Cache):
                 raise ValueError(
                     f"keys_values: got shape {list(x.shape)}, wants [{batch}, kv_heads, {n}, d] everywhere"
                 )
+        ready = []
         for index, (layer, (key, value)) in enumerate(zip(self.layers, keys_values, strict=True)):
             chunk = Chunk.of(layer.store, attention_mask, batch, n, key.device)
             k, v = chunk.tokens(key), chunk.tokens(value)
+            store = layer.store or self._new_store(index, k, v, batch)
+            _check_chunk(store, k, v)
+            ready.append((layer, store, chunk, k, v))
+        for index, arguments in enumerate(ready):
             self._begin(index, n, 0)
-            self._write(layer, layer.store or self._new_store(index, k, v, batch), chunk, k, v)
+            self._write(*arguments)
 
     def reset(self) -> None:
         """Begin a new request: no tokens, no cells, the budget unspent, another dither."""

@@ -93,7 +93,7 @@ class Bytes(BaseModel):
 
 
 class BudgetState(BaseModel):
-    """The failure budget of a dithered store."""
+    """The failure budget of a dithered store: δ is of one sequence, of which a batch has several."""
 
     delta: float
     steps: int

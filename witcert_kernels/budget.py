@@ -13,10 +13,13 @@ class BudgetExhausted(RuntimeError):
 
 @dataclass
 class Budget:
-    """A request's failure probability, divided over layers, query heads and steps.
+    """A sequence's failure probability, divided over layers, query heads and steps.
+
+    A batch of B sequences, beams included, is B requests: that any of their certificates fails has probability at most
+    B · delta.
 
     Args:
-        delta: probability, in (0, 1], that any certificate of the request fails.
+        delta: probability, in (0, 1], that any certificate of one sequence fails.
         layers: attention layers of the model.
         heads: query heads a layer.
         steps: query rows that may read compressed tokens: decode steps, and prefill rows behind a stored prefix.

@@ -74,9 +74,9 @@ class LayerCalibration:
         """No equaliser and no sketch; ``bypass`` pairs int64 ``[kv_heads, m]`` or none."""
         pairs = torch.empty(kv_heads, 0, dtype=torch.int64) if bypass is None else bypass
         return cls(
-            mu=torch.zeros(kv_heads, head_dim, device=device),
-            f=torch.ones(kv_heads, head_dim, device=device),
-            u=torch.zeros(kv_heads, 0, head_dim, device=device),
+            mu=torch.zeros(kv_heads, head_dim, dtype=torch.float32, device=device),
+            f=torch.ones(kv_heads, head_dim, dtype=torch.float32, device=device),
+            u=torch.zeros(kv_heads, 0, head_dim, dtype=torch.float32, device=device),
             bypass=pairs.to(device),
             rope_layout=rope_layout,
             rotary_dim=rotary_dim,

@@ -360,7 +360,8 @@ def certified_decode(
         sinks: float ``[heads]``, logits of a token with value 0 in each head's denominator.
         logits_soft_cap: cap κ of κ·tanh(logit / κ); 0 for none.
         window_left: a row at position p attends to positions ≥ p − window_left; −1 for no window.
-        bias: float32 ``[rows, heads, tokens]``, added to the scaled logits inside the cap; −Inf masks a token.
+        bias: float32 ``[rows, heads, tokens]``, added to the scaled logits inside the cap; −Inf masks a token
+            (a large finite number does not: it is a logit, and its rounding makes the meter 1).
         budget: puts the radius on offer for a dithered store, at ``budget.delta_local``; the guarantee is then
             ``"fixed_trajectory"``. The caller spends it, once a step for all layers.
         splits: partial results that are merged; None lets the device choose.

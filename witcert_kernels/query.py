@@ -22,7 +22,7 @@ class PackedQuery:
     z float32 ``[…, d]`` (times sm_scale, 0 on bypass channels); a_unit float32 ``[…, r, groups]`` (times sm_scale: what
     a sketch code of 1 takes off the logit, per unit step); half, sketch_error, dot_error float32 ``[…, groups]``: upper
     bounds per unit step; witness ``[…, B]`` per byte; radius_square, radius_bias ``[…, groups]``; bypass float64
-    ``[…, 2 m]``; shift float64 ``[…]``; bad bool ``[…]``.
+    ``[…, 2 m]``; shift, shift_error float64 ``[…]``: sm_scale·q·μ and what its own sum may be off by; bad bool ``[…]``.
     """
 
     z: Tensor
@@ -35,6 +35,7 @@ class PackedQuery:
     radius_bias: Tensor
     bypass: Tensor
     shift: Tensor
+    shift_error: Tensor
     bad: Tensor
 
 
@@ -94,6 +95,7 @@ def packed_query(
         radius_bias=up(half * GRID_STEP),
         bypass=sm_scale * q64.gather(-1, channels),
         shift=sm_scale * (q64 * mu64[:, None, :]).sum(-1),
+        shift_error=sm_scale * (q64 * mu64[:, None, :]).abs().sum(-1) * ((d + 4) * rounding.U64),
         bad=bad | ~zs.isfinite().all(-1) | ~(magnitude < 1e30).all(-1),
     )
     return coefficient

@@ -20,6 +20,7 @@ from .query import (
     group_rows,
     observatory_query,
     packed_query,
+    up,
 )
 from .state import INF, Moments, Partial, Result, exp_moments, finish, log_mass, merge
 
@@ -146,7 +147,7 @@ class PackedReader:
         steps = scale.transpose(1, 2)  # [kv_heads, groups, tokens]
 
         width = codes.shape[-1] // self.groups
-        x = torch.zeros((), device=codes.device)
+        x = codes.new_zeros(())
         if self.r:
             sketch = self._load("sketch", pages, cut).to(torch.float32).transpose(1, 2)
         if self.scalars["dither"]:
@@ -168,8 +169,8 @@ class PackedReader:
                 other = (query.witness * size) @ witness * steps
             else:
                 of_group = torch.arange(codes.shape[-1], device=codes.device) // width
-                share = torch.zeros(self.bands, self.groups, device=codes.device)
-                share.index_put_((self.t["band_of_channel"], of_group), torch.ones((), device=codes.device), True)
+                share = codes.new_zeros(self.bands, self.groups)
+                share.index_put_((self.t["band_of_channel"], of_group), codes.new_ones(()), True)
                 other = query.witness @ (witness * (share @ steps.square()).sqrt())
             bound = torch.minimum(bound, other * (1 + (self.bands + 8) * U))
         if options.log_term > 0:
@@ -180,18 +181,19 @@ class PackedReader:
         if self.r:
             bound = bound + query.sketch_error @ steps
 
+        wide_error = query.shift_error if options.with_shift else torch.zeros_like(query.shift)
         if self.t["bypass"].shape[-1]:
-            x = x + (query.bypass @ self._load("bypass", pages, cut).to(torch.float64).transpose(1, 2)).to(
-                torch.float32
-            )
+            kept = self._load("bypass", pages, cut).to(torch.float64)
+            x = x + (query.bypass @ kept.transpose(1, 2)).to(torch.float32)
+            wide_error = wide_error + _norms(query.bypass, kept) * ((kept.shape[-1] + 4) * rounding.U64)
         shift = query.shift.to(torch.float32)[..., None] if options.with_shift else None
         for term in (shift, bias):
             x = x if term is None else x + term
         size = magnitude(x, [shift, bias], allowed)
-        x = softcap(x, options.cap)
+        raw, x = x, softcap(x, options.cap)
         bad = query.bad
-        if any_lost or not bool((query.dot_error.amax(-1) * steps.amax() < 1e24).all()):
-            overflow = ~x.isfinite()
+        if any_lost or not bool(size.isfinite().all()):
+            overflow = ~raw.isfinite()
             x, size = x.masked_fill(overflow, 0.0), size.nan_to_num(nan=0.0, posinf=0.0)
             overflow = overflow | lost[:, None, :]
             bad = bad | (overflow if allowed is None else overflow & allowed).any(-1)
@@ -199,7 +201,7 @@ class PackedReader:
             x = x.masked_fill(~allowed, -INF)
             rounded = rounded.masked_fill(~allowed, 0.0)
         masked = allowed is not None
-        constant = row_error(x, size, options.cap, masked)
+        constant = row_error(x, size, options.cap, masked) + up(wide_error)
         c = (bound + constant[..., None]) * rounding.FLOAT_UP
         moments, p, excess = exp_moments(x, c, masked)
         m_a, l_a = log_mass(moments, x, c)
@@ -371,7 +373,7 @@ def exact_tile(
     wide = keys.to(torch.float64)
     if span.q.shape[1] <= FEW_ROWS:
         x = ((options.sm_scale * q64) @ wide.transpose(1, 2)).to(torch.float32)
-        unit = 2.0**-52
+        unit = rounding.U64
     else:
         x = (options.sm_scale * q64).to(torch.float32) @ keys.transpose(1, 2)
         unit = U
@@ -379,9 +381,9 @@ def exact_tile(
     if bias is not None:
         x = x + bias
     size = magnitude(x, [bias], allowed).nan_to_num(nan=0.0, posinf=0.0)
-    x = softcap(x, options.cap)
-    reached, reached_v = lost[:, None, :] | ~x.isfinite(), lost_v[:, None, :]
-    x = torch.where(x.isfinite(), x, 0.0)
+    finite = x.isfinite()
+    x = softcap(torch.where(finite, x, 0.0), options.cap)
+    reached, reached_v = lost[:, None, :] | ~finite, lost_v[:, None, :]
     if allowed is not None:
         x = x.masked_fill(~allowed, -INF)
         reached, reached_v = reached & allowed, reached_v & allowed
@@ -457,7 +459,7 @@ def decode(
     bounds = list(range(len(lengths) + 1)) if qo_indptr is None else qo_indptr.tolist()
     out = q.new_zeros(n, heads, head_dim_v)
     report = torch.zeros(6, n, heads, dtype=torch.float64, device=q.device)
-    shares = torch.zeros(len(lengths), kv_heads, page_table.shape[1] if want_shares else 0, device=q.device)
+    shares = report.new_zeros(len(lengths), kv_heads, page_table.shape[1] if want_shares else 0, dtype=torch.float32)
     for b, length in enumerate(lengths):
         total = bounds[b + 1] - bounds[b]
         offset = length if k_new is not None else length - total  # position of the sequence's first query row
@@ -662,7 +664,9 @@ def _ungroup(x: Tensor, per_head: int) -> Tensor:
 def _store(
     out: Tensor, report: Tensor, result: Result, shift: Tensor | float, compressed: Tensor, per_head: int
 ) -> None:
-    out.copy_(_ungroup(result.out, per_head))
+    # the exact output is within v's range, so that clamping to it can only help
+    limit = torch.finfo(out.dtype).max
+    out.copy_(_ungroup(result.out, per_head).clamp(-limit, limit))
     columns = (result.lse + shift, result.meter, result.eform, result.risk, result.value_error, compressed)
     for row, column in zip(report, columns, strict=True):
         row.copy_(_ungroup(column, per_head))

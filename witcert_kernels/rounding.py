@@ -1,6 +1,7 @@
 """The error budget: every constant by which a reported bound exceeds its real-number formula.
 
-U is the unit roundoff of float32. Logit errors are in natural-log units.
+U is the unit roundoff of float32. U64 is twice that of float64: sums of bypass pairs, of the shift and of exact keys,
+relative to the magnitudes that they add. Logit errors are in natural-log units.
 
 ============== =============================================================================================
 STEP_WIDEN     the writer's own rounding of (k − μ)/f, of x/s (+ ξ) and of s·code: three float32 roundings of a
@@ -39,6 +40,7 @@ WIDE_ERROR         relative error of e^x e^c multiplied in the exponent, over th
 from __future__ import annotations
 
 U = 2.0**-24
+U64 = 2.0**-52
 STEP_WIDEN = 1 + 2.0**-12
 DELTA_WIDEN = 1 + 2.0**-5
 FLOAT_UP = 1 + 2.0**-20

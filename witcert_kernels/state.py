@@ -223,7 +223,8 @@ def finish(part: Partial, tokens: int, sum_error: float, out_error: float, out_f
         small: absolute error of one weight below the working dtype's normal range.
     """
     mo = part.moments
-    seen = mo.l > 0
+    seen = mo.m != -INF
+    part.bad |= seen & ~(mo.l.isfinite() & mo.m.isfinite() & (mo.l > 0))
     l = torch.where(seen, mo.l, 1.0)  # noqa: E741
     rise = mo.c_max.clamp_max(20).expm1()
     absolute = tokens * small * (1 + rise) ** 2 / l
@@ -241,7 +242,9 @@ def finish(part: Partial, tokens: int, sum_error: float, out_error: float, out_f
     value_error = (value_error + out_error * (top + value_error) + out_floor * part.acc.shape[-1] ** 0.5) * (
         1 + 2.0**-20
     )
-    value_error = torch.where(part.bad_v | part.bad & (top == INF), INF, torch.where(seen, value_error, 0.0))
+    value_error = torch.where(
+        part.bad_v | value_error.isnan() | part.bad & (top == INF), INF, torch.where(seen, value_error, 0.0)
+    )
     lse = torch.where(seen, mo.m + l.log(), -INF)
     risk = torch.where(seen, part.m_a + part.l_a.log() - lse, 0.0).clamp_min(0.0)
     return Result(

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from witcert_kernels import Budget, ExactPages, StoreLayout, certified_decode, quantize_
+from witcert_kernels import (
+    Budget,
+    ExactPages,
+    LayerCalibration,
+    PackedPool,
+    StoreLayout,
+    certified_decode,
+    quantize_,
+)
 from witcert_ref import bounds
 
 from .oracle import Case, exact_logits, make_case, softmax, stored_logits
@@ -248,3 +257,66 @@ def test_terms_that_cancel_are_in_the_rounding_budget(cap: float) -> None:
     error = (out[0].double() - exact).norm(dim=-1)
     assert bool((error <= cert.value_error[0]).all()) and bool((error > 1e-3).any())
     assert bool((cert.meter[0] > 0.01).all())
+
+
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("part", ["bypass", "shift", "chunk"])
+def test_a_finite_logit_that_overflows_is_meter_one(part: str, sign: float, cap: float) -> None:
+    layout = StoreLayout(1, 64, 64, page_size=16, bypass=1)
+    case = make_case(12, layout, [20], heads=1)
+    channel = (
+        int(case.pool.bypass_channels[0, 0])
+        if part == "bypass"
+        else int((~case.pool.calibration.bypass_mask).nonzero()[0, 1])
+    )
+    k, v, q = case.keys[0].clone(), case.values[0], torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(1))
+    options: dict[str, torch.Tensor] = {}
+    q[0, 0, channel] = sign * 1e20
+    if part == "bypass":
+        k[5, 0, channel] = 1e30
+    elif part == "shift":
+        mu = case.pool.calibration.mu.clone()
+        mu[0, channel] = k[:, 0, channel] = 1e20
+        case.pool.calibration = replace(case.pool.calibration, mu=mu)
+        options = {"sinks": torch.zeros(1)}
+    else:
+        q[0, 0, channel] = sign
+        options = {"k_new": torch.full((1, 1, 64), 3e38), "v_new": torch.ones(1, 1, 64)}
+        q[:] = sign * 1e3
+    slots = case.page_table[0, torch.arange(20) // 16].long() * 16 + torch.arange(20) % 16
+    quantize_(k, v, case.pool, slots)
+    out, _, cert = certified_decode(q, case.pool, case.page_table, case.seq_lens, logits_soft_cap=cap, **options)
+    assert float(cert.meter) == 1.0 and float(cert.risk) == math.inf
+    assert bool(out.isfinite().all()) and not bool(cert.value_error.isnan().any())
+
+
+def test_cancellation_inside_a_float64_sum_is_in_the_budget() -> None:
+    big = 2.0**30
+    calibration = LayerCalibration(
+        mu=torch.tensor([[big, 1.5, big, 0.0]]),
+        f=torch.full((1, 4), 2.0**-30),
+        u=torch.zeros(1, 0, 4),
+        bypass=torch.empty(1, 0, dtype=torch.int64),
+    )
+    pool = PackedPool(StoreLayout(1, 4, 2, page_size=4), 1, calibration=calibration)
+    k = calibration.mu[None].expand(4, 1, 4).contiguous()
+    v = torch.tensor([[1.0, 0.0]]).expand(4, 1, 2).contiguous()
+    quantize_(k, v, pool, torch.arange(4))
+    q = torch.tensor([[[big, 1.0, -big, 0.0]]])
+    out, _, cert = certified_decode(
+        q, pool, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4], dtype=torch.int32), sm_scale=1.0,
+        sinks=torch.tensor([3.0]),
+    )  # fmt: skip
+    weight = 4 * math.exp(1.5) / (4 * math.exp(1.5) + math.exp(3.0))
+    error = abs(float(out[0, 0, 0]) - weight)
+    assert error > 0.1 and error <= float(cert.value_error)
+
+
+def test_an_output_cannot_overflow() -> None:
+    pool = PackedPool(StoreLayout(1, 2, 2, torch.float16, page_size=4), 1)
+    v = torch.full((4, 1, 2), 65504.0, dtype=torch.float16)
+    quantize_(v * 0, v, pool, torch.arange(4))
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    out, _, cert = certified_decode(v[:1] * 0, pool, table, lengths)
+    assert bool((out == 65504).all()) and bool(cert.value_error.isfinite().all())
