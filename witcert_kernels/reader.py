@@ -24,7 +24,7 @@ from .query import (
 )
 from .state import INF, Moments, Partial, Result, exp_moments, finish, log_mass, merge
 
-TILE = 512
+TILE = 1024
 ROWS = 128
 FEW_ROWS = 64  # up to here exact keys are multiplied in float64, which leaves next to no rounding to account for
 U = rounding.U
