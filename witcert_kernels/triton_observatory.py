@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from . import rounding
-from .triton_common import check_device, padded
+from .triton_common import check_device, padded, power_of_two_wide
 from .triton_exact import read_exact
 from .triton_query import ROWS, scale_parts
-from .triton_state import FIELDS, KNOWN_FIELDS, fold, merge, rescale, softcap, weight_error
+from .triton_state import FIELDS, KNOWN_FIELDS, fold, merge, softcap, weight_error
 from .triton_tiles import (
     ADD_ERROR,
     Read,
@@ -108,9 +108,9 @@ def _observatory_kernel(
         known_a2 = tl.zeros((BLOCK_M,), tl.float64)
         known_l_wide = tl.zeros((BLOCK_M,), tl.float64)
         known_c_max = tl.zeros((BLOCK_M,), tl.float32)
-        e1 = tl.zeros((BLOCK_M,), tl.float64)
-        e2 = tl.zeros((BLOCK_M,), tl.float64)
-        r_top = tl.zeros((BLOCK_M,), tl.float32)
+        er = tl.zeros((BLOCK_M,), tl.float64)
+        ee = tl.zeros((BLOCK_M,), tl.float64)
+        r_top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         a_error = tl.load(AError + row, mask=row_ok, other=0.0)
         a_round = tl.load(ARound + row, mask=row_ok, other=0.0)
 
@@ -176,17 +176,25 @@ def _observatory_kernel(
             correction *= unit[None, :]
             w = raw - correction
             w = softcap(w, cap) if CAP else w
-            r = tl.where(ok, y - w, 0.0)
             unknown = outside + a_error[:, None] * unit[None, :]
             error += a_round * tl.max(unit, 0)
-            rise = tl.exp2(r) - 1.0
-            square = rise * rise
-            r_top = tl.maximum(r_top, tl.max(r, 1))
-            known, factor, known_m, known_l, known_a1, known_a2, known_c_max, e1, known_m_wide, known_l_wide = fold(
-                w, unknown, clamped[None, :] | flagged, rise, ok, known_m, known_l, known_a1, known_a2, known_c_max, e1,
-                known_m_wide, known_l_wide, False, False, INTERPRET,
+            known, factor, known_m, _l, known_a1, known_a2, known_c_max, _rho, known_m_wide, known_l_wide = fold(
+                w, unknown, clamped[None, :] | flagged, tl.zeros_like(w), ok, known_m, known_l, known_a1, known_a2,
+                known_c_max, known_l, known_m_wide, known_l_wide, False, False, INTERPRET,
             )  # fmt: skip
-            e2 = rescale(e2, factor.to(tl.float64)) + tl.sum(tl.where(ok, known * square, 0.0), 1).to(tl.float64)
+            # the variance of e^r is a difference: its terms in float64, relative to the largest e^r
+            r = tl.where(ok, y - w, float("-inf"))
+            newer = tl.maximum(r_top, tl.ceil(tl.max(r, 1)))
+            r_base = tl.where(newer == float("-inf"), 0.0, newer)
+            turn = power_of_two_wide((r_top - r_base).to(tl.float64))
+            r_top = newer
+            gain = tl.exp2(r - r_base[:, None]).to(tl.float64)
+            weight = known.to(tl.float64)
+            older = factor.to(tl.float64)
+            known_l = known_l * older + tl.sum(weight, 1)
+            weight *= gain
+            er = er * older * turn + tl.sum(weight, 1)
+            ee = ee * older * turn * turn + tl.sum(weight * gain, 1)
         z_row = tl.maximum(z_row, error)
 
     none = tl.zeros((BLOCK_M,), tl.float32)
@@ -196,7 +204,7 @@ def _observatory_kernel(
     )  # fmt: skip
     if R > 0:
         store_known(
-            Stats, split, slots, total, row, row_ok, known_m, known_l, known_a1, known_a2, known_c_max, e1, e2, r_top
+            Stats, split, slots, total, row, row_ok, known_m, known_l, known_a1, known_a2, known_c_max, er, ee, r_top
         )
 
 

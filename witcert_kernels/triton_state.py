@@ -34,12 +34,11 @@ KNOWN_L = tl.constexpr(13)
 KNOWN_A1 = tl.constexpr(14)
 KNOWN_A2 = tl.constexpr(15)
 KNOWN_C_MAX = tl.constexpr(16)
-E1 = tl.constexpr(17)  # sums of 2^(w − m) times e^r − 1
-E2 = tl.constexpr(18)  # and its square
-R_TOP = tl.constexpr(19)  # largest r in base 2
+ER = tl.constexpr(17)  # sums of 2^(w − m) times 2^(r − r_top), in float64 as KNOWN_L,
+EE = tl.constexpr(18)  # and its square
+R_TOP = tl.constexpr(19)  # integer maximum of r in base 2, −Inf for no token
 KNOWN_FIELDS = 8
 U = tl.constexpr(rounding.U)
-R_LIMIT = tl.constexpr(20.0)  # largest r in base 2 for which weights that underflow cannot matter
 WIDE_BITS = tl.constexpr(28.0)  # c in base 2 (19.4) from which products are formed in the exponent
 RISE_UP = tl.constexpr(rounding.RISE_UP)
 
@@ -187,6 +186,7 @@ def _merge_kernel(
     known_splits,
     tokens,
     relative,
+    wide_relative,
     row_error,
     sum_error,
     out_error,
@@ -223,11 +223,14 @@ def _merge_kernel(
     known_m = m
     if KNOWN:
         known_m = zero + float("-inf")
+        r_top = zero + (0.0 if HAS_SINKS else float("-inf"))
         for first in range(0, splits, SP):
             split, read = first + some, first + some < known_splits
             other = _field(Stats, M, split, (read == 0) & (split < splits), splits, total, row, float("-inf"))
             mine = _field(Stats, KNOWN_M, split, read, splits, total, row, float("-inf"))
             known_m = tl.maximum(known_m, tl.max(tl.where(read, mine, other), 0))
+            mine = _field(Stats, R_TOP, split, read, splits, total, row, float("-inf"))
+            r_top = tl.maximum(r_top, tl.max(tl.where(other > float("-inf"), 0.0, mine), 0))
     if HAS_SINKS:
         sink = tl.load(Sinks + row % HEADS).to(tl.float64) * LOG2E
         m = tl.maximum(m, tl.ceil(sink))
@@ -287,45 +290,52 @@ def _merge_kernel(
     if KNOWN:
         # exact tokens have r = 0 and c = 0
         known_base = tl.where(known_m == float("-inf"), 0.0, known_m)
+        r_base = tl.where(r_top == float("-inf"), 0.0, r_top)
+        unmoved = power_of_two_wide(tl.minimum(-r_base, 0.0))  # r_top < 0 only where no token has r = 0
         known_l = tl.exp2(sink - known_base) if HAS_SINKS else zero
+        er = known_l * unmoved
+        ee = er * unmoved
         known_a1 = zero
         known_a2 = zero
         known_c = zero
-        e1 = zero
-        e2 = zero
-        r_top = zero
         for first in range(0, splits, SP):
             split, read = first + some, first + some < known_splits
             exact = (read == 0) & (split < splits)
             other = _field(Stats, M, split, exact, splits, total, row, float("-inf"))
             weight = power_of_two_wide(other - known_base)
-            known_l += tl.sum(weight * _field(Stats, L, split, exact, splits, total, row, 0.0), 0)
+            mass = tl.sum(weight * _field(Stats, L, split, exact, splits, total, row, 0.0), 0)
+            known_l += mass
+            er += mass * unmoved
+            ee += mass * unmoved * unmoved
             weight = power_of_two_wide(
                 _field(Stats, KNOWN_M, split, read, splits, total, row, float("-inf")) - known_base
             )
             known_l += tl.sum(weight * _field(Stats, KNOWN_L, split, read, splits, total, row, 0.0), 0)
             known_a1 += tl.sum(rescale(_field(Stats, KNOWN_A1, split, read, splits, total, row, 0.0), weight), 0)
             known_a2 += tl.sum(rescale(_field(Stats, KNOWN_A2, split, read, splits, total, row, 0.0), weight), 0)
-            e1 += tl.sum(rescale(_field(Stats, E1, split, read, splits, total, row, 0.0), weight), 0)
-            e2 += tl.sum(rescale(_field(Stats, E2, split, read, splits, total, row, 0.0), weight), 0)
+            turn = power_of_two_wide(_field(Stats, R_TOP, split, read, splits, total, row, float("-inf")) - r_base)
+            er += tl.sum(_field(Stats, ER, split, read, splits, total, row, 0.0) * turn * weight, 0)
+            ee += tl.sum(_field(Stats, EE, split, read, splits, total, row, 0.0) * turn * turn * weight, 0)
             known_c = tl.maximum(known_c, tl.max(_field(Stats, KNOWN_C_MAX, split, read, splits, total, row, 0.0), 0))
-            r_top = tl.maximum(r_top, tl.max(_field(Stats, R_TOP, split, read, splits, total, row, 0.0), 0))
         known_l = tl.where(known_l > 0, known_l, 1.0)
-        trusted = (known_c < float("inf")) & (r_top < R_LIMIT) & (e2 < float("inf"))
-        e1 = e1 / known_l
-        e2 = tl.where(trusted, e2 / known_l, 0.0)
-        mean = 1.0 + e1 - 2.0 * relative * tl.sqrt(e2)
-        spread = tl.maximum(e2 - e1 * e1, 0.0) + 8.0 * relative * e2 + floor * 1099511627776.0 / known_l
-        deviation = tl.sqrt(spread) / (2.0 * tl.where(mean > 0, mean, 1.0)) * UP
+        # Σ e^w Σ e^(w + 2 r) over (Σ e^(w + r))² is 1 + sd²/mean² of e^r; as e^(r − r_top) ≤ 1 underflow takes at most
+        # a floor from each sum
+        ratio = ee / er * (known_l / er)
+        trusted = (known_c < float("inf")) & (er > 0) & (ratio < float("inf"))
+        ratio = tl.where(trusted, ratio, 1.0)
+        er = tl.where(trusted, er, 1.0)
+        spread = tl.maximum(ratio - 1.0, 0.0) + 8.0 * wide_relative * ratio + 4.0 * floor / er * (known_l / er)
+        deviation = tl.sqrt(spread) / 2.0 * UP
         known_a2 = grown * grown * known_a2 + 2.0 * grown * rise * known_a1 + rise * rise * known_l
         known_a1 = grown * known_a1 + rise * known_l
         known_c = tl.where(trusted, known_c, 0.0) * (LN2 * UP) + zeta
         known_relative = relative + tl.where(known_c > WIDE, known_c * WIDE_ERROR, 0.0)
         largest = tl.exp(tl.minimum(known_c, WIDE))
         rest, _ = _bound(known_l, known_a1, known_a2, known_c, known_relative, floor * largest * largest / known_l)
-        # r as it was read differs from the real one, and y − r from w, by a rounding error each
-        two_part = (deviation + rest + _half_tanh(3.0 * zeta) + floor) * UP
-        meter = tl.where(trusted & (mean > 0) & seen & (bad == 0), tl.minimum(meter, two_part), meter)
+        # r as it was read differs from the real one, and y − r from w, by a rounding error each; the exact tokens' mass
+        # is a sum in float32
+        two_part = (deviation + rest + _half_tanh(3.0 * zeta + relative) + floor) * UP
+        meter = tl.where(trusted & seen & (bad == 0), tl.minimum(meter, two_part), meter)
 
     # where Σ e^(x + c) left float32's range, what is left of it are the large c and at most e^(WIDE + 1) a weight more
     huge = tl.log(tl.where(l_wide > 0, l_wide, 1.0)) + (base_wide - base) * LN2
@@ -342,6 +352,8 @@ def _merge_kernel(
     if ADD_SHIFT:
         lse += tl.load(Shift + row) * LN2
     out = tl.where(seen, acc / l, 0.0).to(tl.float32)
+    if Out.dtype.element_ty == tl.float16:  # the exact output is within v's range: clamping to it can only help
+        out = tl.minimum(tl.maximum(out, -65504.0), 65504.0)
     tl.store(Out + row * DV + column, out.to(Out.dtype.element_ty), mask=column < DV)
     tl.store(Lse + row, tl.where(seen, lse, float("-inf")).to(tl.float32))
     tl.store(Meter + row, _upper(meter))
@@ -387,6 +399,7 @@ def merge(
             acc, stats, bad if shift is None else shift, bad, bad if sinks is None else sinks, out, lse, meter,
             eform, risk, error, compressed,
             n * heads, splits, known_slots, float(tokens), (tile + 8) * rounding.U,
+            (tile + tokens / tile + 2 * splits + 16) * 2.0**-53,
             rounding.TRITON_EXP_ERROR + cap * rounding.TRITON_TANH_ERROR,
             weight_error + (2 * tile + 2 * tokens / tile + 16) * rounding.U, torch.finfo(like.dtype).eps,
             (2.0**-25 if like.dtype == torch.float16 else torch.finfo(like.dtype).smallest_normal) * math.sqrt(d_v),

@@ -16,8 +16,8 @@ from .triton_state import (
     A2,
     C_MAX,
     COUNT,
-    E1,
-    E2,
+    EE,
+    ER,
     KNOWN_A1,
     KNOWN_A2,
     KNOWN_C_MAX,
@@ -205,7 +205,7 @@ def store_row(
 
 
 @triton.jit
-def store_known(Stats, slot, slots, total, row, row_ok, m, l, a1, a2, c_max, e1, e2, r_top):  # noqa: E741
+def store_known(Stats, slot, slots, total, row, row_ok, m, l, a1, a2, c_max, er, ee, r_top):  # noqa: E741
     """Leave the second set of sums beside :func:`store_row`'s."""
     at = Stats + slot.to(tl.int64) * total + row
     plane = tl.cast(slots, tl.int64) * total
@@ -214,8 +214,8 @@ def store_known(Stats, slot, slots, total, row, row_ok, m, l, a1, a2, c_max, e1,
     tl.store(at + plane * KNOWN_A1, a1, mask=row_ok)
     tl.store(at + plane * KNOWN_A2, a2, mask=row_ok)
     tl.store(at + plane * KNOWN_C_MAX, c_max.to(tl.float64), mask=row_ok)
-    tl.store(at + plane * E1, e1, mask=row_ok)
-    tl.store(at + plane * E2, e2, mask=row_ok)
+    tl.store(at + plane * ER, er, mask=row_ok)
+    tl.store(at + plane * EE, ee, mask=row_ok)
     tl.store(at + plane * R_TOP, r_top.to(tl.float64), mask=row_ok)
 
 

@@ -116,6 +116,35 @@ def test_the_sketch_helps() -> None:
     assert meters[1] < 0.75 * meters[0]
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("known", [-40.0, -20.0, -3.0, 0.0, 3.0, 20.0])
+def test_what_all_tokens_share_costs_nothing(known: float, with_sinks: bool) -> None:
+    """Every logit is off by about ``known``, which the sketch holds and softmax does not see but for a sink."""
+    layout = ObservatoryLayout(KV_HEADS, 16, 16, page_size=4, witness_bands=2, sketch=1)
+    g = torch.Generator().manual_seed(5)
+    length, calibration = 70, random_calibration(g, KV_HEADS, 16, 1, 0)
+    pool = ObservatoryPool(layout, 18, calibration=calibration)
+    k, v = (torch.randn(length, KV_HEADS, 16, generator=g) for _ in range(2))
+    q = (calibration.u[:, 0] / calibration.f).repeat_interleave(3, 0)[None]
+    share = known * (1 + 1e-3 * torch.randn(length, 1, 1, generator=g)) / SM_SCALE
+    k_hat = k + share * calibration.f * calibration.u[:, 0] + 1e-3 * torch.randn(k.shape, generator=g)
+    observe_(k, v, k_hat, v, pool, torch.arange(length))
+    arguments = (torch.arange(18, dtype=torch.int32)[None], torch.tensor([length], dtype=torch.int32))
+    sinks = torch.randn(HEADS, generator=g) + 4 if with_sinks else None
+    options = {"sm_scale": SM_SCALE, "sinks": sinks}
+    expected = decode_torch(q, pool, *arguments, **options)[2].meter
+    meter = decode_triton(q, pool, *arguments, **options, splits=3)[2].meter
+    budget = 8 * (16 + 16) * 2.0**-24 * SM_SCALE * q.abs().sum(-1) * k_hat.abs().max() + 1e-5
+    assert bool((meter <= 1.01 * expected + 2 * budget).all())
+    x, y = (
+        SM_SCALE * torch.einsum("hd,thd->ht", q[0].double(), s)
+        for s in (k.double().repeat_interleave(3, 1), k_hat.double().repeat_interleave(3, 1))
+    )
+    if sinks is not None:
+        x, y = (torch.cat((s, sinks[:, None].double()), 1) for s in (x, y))
+    assert bool((meter[0].double().numpy() >= tv(x.numpy(), y.numpy())).all())
+
+
 def test_extend_rows_repaired_pages_and_sinks() -> None:
     layout = ObservatoryLayout(KV_HEADS, 64, 32, page_size=16, witness_bands=4, sketch=2)
     case = observed(layout, [40, 0, 50])

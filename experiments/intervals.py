@@ -1,0 +1,27 @@
+"""95 % intervals of what a sample shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+
+def coverage(passed: ArrayLike) -> tuple[float, tuple[float, float]]:
+    """The share of True in bool [n], and its Clopper–Pearson interval, which takes the samples as independent."""
+    hits = np.asarray(passed, dtype=bool)
+    interval = stats.binomtest(int(hits.sum()), hits.size).proportion_ci(method="exact")
+    return float(hits.mean()), (float(interval.low), float(interval.high))
+
+
+def bootstrap(
+    samples: NDArray[np.float64], statistic: Callable[..., object] = np.median
+) -> tuple[float, tuple[float, float]]:
+    """A statistic of [n], and its percentile bootstrap interval from 2,000 resamples (seed 0)."""
+    drawn = stats.bootstrap(
+        (samples,), statistic, n_resamples=2000, method="percentile", rng=np.random.default_rng(0), vectorized=True
+    )
+    interval = drawn.confidence_interval
+    return float(np.asarray(statistic(samples))), (float(interval.low), float(interval.high))
