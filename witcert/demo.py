@@ -37,7 +37,7 @@ CELL = np.dtype(
 )
 HEADER = (
     "scheme", "gate", "right", "cells", f"coverage τ={TAU}", "median meter", "max meter", "median true TV",
-    "meter < TV", "guarantee", "pages repaired", "bytes/token", "tokens/s",
+    "meter < TV", "guarantee", "pages repaired", "bytes/token/head", "tokens/s",
 )  # fmt: skip
 
 Progress = Callable[[str, int, int, float | None], None]
@@ -45,7 +45,10 @@ Progress = Callable[[str, int, int, float | None], None]
 
 @dataclass
 class Run:
-    """One prompt answered over one cache. ``scheme`` is ``"uncompressed"`` for the model's own."""
+    """One prompt answered over one cache. ``scheme`` is ``"uncompressed"`` for the model's own.
+
+    ``bytes_per_token`` is of one kv head, as the scheme itself stores it; ``seconds`` are the decode's own.
+    """
 
     prompt: str
     prompt_tokens: int
@@ -211,9 +214,11 @@ class Watcher:
         self.cache, self.prompt_tokens = cache, prompt_tokens
         self.cells: list[tuple[int, int, int, float, float, float]] = []
         self.worst: float | None = None
+        self.seconds = 0.0
 
     def __call__(self, record: StepRecord) -> None:
-        """Measure one layer's decode step."""
+        """Measure one layer's decode step, which is not part of the decode's time."""
+        began = time.perf_counter()
         certificate, step = record.certificate, record.step - self.prompt_tokens
         columns = [x[0].tolist() for x in (certificate.meter, certificate.eform, true_tv(self.cache, record))]
         seen = record.reading.compressed_before[0].tolist()
@@ -222,6 +227,7 @@ class Watcher:
         ]
         self.cells += cells
         self.worst = max((cell[3] for cell in cells), default=self.worst)
+        self.seconds += time.perf_counter() - began
 
 
 def answer(
@@ -254,7 +260,7 @@ def answer(
     tokens = decode(
         model, cache, prefix.next_token, new_tokens, stop, lambda n: progress(n, watcher.worst if watcher else None)
     )
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - began - (watcher.seconds if watcher else 0.0)
     text = tokenizer.decode([t for t in tokens if t not in stop], skip_special_tokens=True).strip()
     run = Run(
         prompt=prompt.id,

@@ -123,7 +123,8 @@ def _packed_products(pool: PackedPool, slots: Tensor, q: Tensor) -> Tensor:
     codes = _entries(pool, "k_codes", slots)
     if layout.dither:
         period = torch.arange(len(slots), device=q.device) // layout.dither_period
-        codes = codes - dither(pool.seed, pool.layer, layout.kv_heads, period, layout.head_dim).to(torch.float64)
+        xi = dither(pool.seed, pool.layer, layout.kv_heads, period.unique(), layout.head_dim)
+        codes = codes - xi[period].to(torch.float64)
     channels = pool.bypass_channels[None, :, None, :].expand(*q.shape[:1], -1, q.shape[2], -1)
     z = (q * f[:, None, :]).scatter(-1, channels, 0.0)
     out = torch.einsum("nkgd,tkd->nkgt", z, steps * codes)

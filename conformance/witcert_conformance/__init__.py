@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .release import release_check
     from .runner import check, run_suite
 
-# loaded on first use, so that the pytest plugin costs a session of other tests nothing
+# loaded on first use, so that the pytest plugin costs other tests nothing
 _HOMES = {
     **dict.fromkeys(
         (
