@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from witcert_kernels import Budget, BudgetExhausted, PackedPool, StoreLayout, certified_decode, reader
+from witcert_kernels.precision import full_precision
 
 from .oracle import exact_logits, make_case, softmax, stored_logits
 from .test_decode import queries, tv
@@ -215,3 +216,35 @@ def test_reduced_precision_elsewhere_does_not_matter() -> None:
     )
     for x, y in zip((*got[:2], got[2].meter), (*wanted[:2], wanted[2].meter), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_another_default_dtype_does_not_matter() -> None:
+    layout = StoreLayout(2, 64, 64, page_size=8, group=32, witness_bands=2)
+    wanted = make_case(9, layout, [30], heads=4, calibrated=False)
+    q = queries(wanted, 2)[1:2]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        pool = PackedPool(layout, wanted.pool.num_pages)
+        for name in pool.page_tensors:
+            getattr(pool, name).copy_(getattr(wanted.pool, name))
+        got = certified_decode(q, pool, wanted.page_table, wanted.seq_lens, return_shares=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    plain = certified_decode(q, wanted.pool, wanted.page_table, wanted.seq_lens, return_shares=True)
+    torch.testing.assert_close((got[0], got[2].meter, got[2].shares), (plain[0], plain[2].meter, plain[2].shares))
+
+
+def test_precision_is_held_until_the_last_one_leaves() -> None:
+    matmul = torch.backends.mkldnn.matmul
+    before, device = matmul.fp32_precision, torch.device("cpu")
+    matmul.fp32_precision = "bf16"
+    try:
+        first, second = full_precision(device), full_precision(device)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert matmul.fp32_precision == "ieee"
+        second.__exit__(None, None, None)
+        assert matmul.fp32_precision == "bf16"
+    finally:
+        matmul.fp32_precision = before
