@@ -36,10 +36,22 @@ class _Pool:
     page_tensors: tuple[str, ...]
     layout: StoreLayout | ObservatoryLayout
     exact: ExactPages
-    calibration: LayerCalibration
     layer: int
     bypass_channels: Tensor
     band_of_channel: Tensor
+
+    @property
+    def calibration(self) -> LayerCalibration:
+        """The calibration that wrote the pool's bytes; another one is refused with a ValueError."""
+        return self._calibration
+
+    @calibration.setter
+    def calibration(self, calibration: LayerCalibration) -> None:
+        mine = getattr(self, "_calibration", calibration)
+        if calibration.fingerprint != mine.fingerprint:
+            got, wanted = (c.fingerprint[:12] for c in (calibration, mine))
+            raise ValueError(f"calibration: got {got}…, wants {wanted}…, the one that wrote the pool")
+        self._calibration = calibration
 
     @property
     def num_pages(self) -> int:

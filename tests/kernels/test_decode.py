@@ -278,7 +278,7 @@ def test_a_finite_logit_that_overflows_is_meter_one(part: str, sign: float, cap:
     elif part == "shift":
         mu = case.pool.calibration.mu.clone()
         mu[0, channel] = k[:, 0, channel] = 1e20
-        case.pool.calibration = replace(case.pool.calibration, mu=mu)
+        case.pool = PackedPool(layout, case.pool.num_pages, calibration=replace(case.pool.calibration, mu=mu))
         options = {"sinks": torch.zeros(1)}
     else:
         q[0, 0, channel] = sign

@@ -244,3 +244,13 @@ def test_philox_known_answers() -> None:
     ):
         words = [torch.tensor([c]) for c in counter]
         assert int(philox_first_word(*words, seed)) == word
+
+
+def test_a_calibration_belongs_to_the_bytes_it_wrote() -> None:
+    g = torch.Generator().manual_seed(1)
+    mine, other = random_calibration(g, 2, 64, 1, 0), random_calibration(g, 2, 64, 1, 0)
+    pool = PackedPool(StoreLayout(2, 64, 64, sketch=1), 1, calibration=mine)
+    pool.calibration = mine.to("cpu")
+    with pytest.raises(ValueError, match=r"^calibration: got [0-9a-f]{12}…, wants"):
+        pool.calibration = other
+    assert pool.calibration.fingerprint == mine.fingerprint
