@@ -217,6 +217,16 @@ class OverflowBecomesZero(Twin):
         return np.where(np.isinf(up), np.float16(TINY), up)
 
 
+@mutant("logits_that_overflow")
+class OverflowReadsAsEmpty(Twin):
+    """A row whose logits leave float32 is taken for one that attends to nothing."""
+
+    def decode(self, store: TwinStore, read: Read) -> Decoded:
+        decoded = super().decode(store, read)
+        lost = (np.abs(read.q) > 1e19).any(-1)
+        return replace(decoded, meter=np.where(lost, 0.0, decoded.meter), lse=np.where(lost, -np.inf, decoded.lse))
+
+
 @mutant("queries_that_are_not_finite")
 class NaNQueriesAreZeros(Twin):
     """A query that is not finite is read as zeros without a flag."""

@@ -86,6 +86,31 @@ def _overflow(adapter: Adapter, case: Case) -> None:
 
 
 @prop(
+    "logits_that_overflow",
+    plain(keys=("normal",), batch=(2, 2)),
+    theorems=("tv_le_of_forall",),
+    needs=("bypass",),
+    pinned=(replace(TWO, layout=Layout(head_dim=8, bypass=1)),),
+)
+def _logits(adapter: Adapter, case: Case) -> None:
+    """A finite bypass key and a finite query whose product leaves float32: never an empty row, never NaN."""
+    case = replace(case, layout=replace(case.layout, dtype="float32", bypass=max(1, case.layout.bypass)))
+    scene = build(adapter, case)
+    channel = scene.calibration.bypass_channels(case.layout)[0, 0]
+    k = scene.k.copy()
+    k[0, 0, channel] = 1e30
+    adapter.quantize(scene.store, k, scene.v, scene.slots, scene.positions)
+    for size in (1e20, -1e20):
+        q = scene.read.q.copy()
+        q[0, 0, channel] = size
+        after = scene.decode(q=q)
+        meter = after.meter[0, 0]
+        require(0 < meter <= 1, f"meter: got {meter!r} with a logit of {size * 1e30:g}, wants a number in (0, 1]")
+        require(not np.isnan(after.lse).any(), "lse: got NaN for finite keys and queries")
+        require(not np.isnan(after.out).any(), "out: got NaN for finite keys and queries")
+
+
+@prop(
     "queries_that_are_not_finite",
     plain(keys=KINDS, batch=(2, 3)),
     theorems=("tv_le_of_forall",),
