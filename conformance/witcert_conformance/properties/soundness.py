@@ -121,7 +121,7 @@ def _useful(adapter: Adapter, case: Case) -> None:
     "lse_is_of_the_stored_keys",
     plain(),
     theorems=("softmax_eq_tilt",),
-    pinned=CASES,
+    pinned=(*CASES, Case(layout=Layout(head_dim=16), lengths=(9, 12), keys="signs", written=1, seed=373)),
 )
 def _lse(adapter: Adapter, case: Case) -> None:
     """lse is the natural log-sum-exp of the true logits of the stored keys."""
@@ -132,7 +132,11 @@ def _lse(adapter: Adapter, case: Case) -> None:
     "output_is_attention",
     plain(values=("normal", "edge", "large", "equal", "tiny"), maybe=("groups",)),
     theorems=("output_rounding_le",),
-    pinned=(*CASES, Case(lengths=(9,), values="large")),
+    pinned=(
+        *CASES,
+        Case(lengths=(9,), values="large"),
+        Case(layout=Layout(head_dim=2, head_dim_v=8, page_size=1), lengths=(9, 8, 3), values="tiny", seed=100000),
+    ),
 )
 def _out(adapter: Adapter, case: Case) -> None:
     """The output is attention over the stored keys and values."""
