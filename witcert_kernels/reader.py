@@ -392,7 +392,6 @@ def exact_tile(
     p = (x - torch.where(m == -INF, 0.0, m)[..., None]).exp()
     l, rise = p.sum(-1, dtype=torch.float64), zeta.expm1() * (1 + 2.0**-40)  # noqa: E741
     moments = Moments(m.to(torch.float64), l, l * rise, l * rise.square(), zeta)
-    weighted = Moments(m.to(torch.float64), l, l * rise, l * rise.square(), zeta)
     zero = torch.zeros_like(l)
     return Partial(
         moments=moments,
@@ -405,7 +404,7 @@ def exact_tile(
         bad=bad | reached.any(-1),
         bad_v=reached_v.any(-1) | torch.zeros_like(bad),
         compressed=torch.zeros_like(l, dtype=torch.int64),
-        known=weighted if known else None,
+        known=moments if known else None,
         er=l if known else None,
         ee=l if known else None,
         e1=zero if known else None,
