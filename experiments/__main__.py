@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from experiments import counterexample, documentation, memory, table5, table7, table14
+from experiments import model as subject
 from experiments.result import RESULTS, Result, Table, comparison, number
 
 EXPERIMENTS: dict[str, ModuleType] = {
@@ -55,6 +56,10 @@ def main(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}; all; or docs.")],
     quick: Annotated[bool, typer.Option("--quick", help="Small samples, to build/experiments.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where JSON and plots go.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A local model directory or .gguf file instead of SmolLM2; to build/experiments."),
+    ] = None,
 ) -> None:
     """Re-run one of the paper's tables, or all; `docs` writes docs/experiments.md from the results."""
     if name == "docs":
@@ -62,12 +67,13 @@ def main(
         return
     if name != "all" and name not in EXPERIMENTS:
         raise typer.BadParameter(f"got {name!r}, want one of {', '.join(EXPERIMENTS)}, all, docs")
+    subject.choose(model)
     console = Console(width=160)
     for module in EXPERIMENTS.values() if name == "all" else (EXPERIMENTS[name],):
         began = time.perf_counter()
         result = module.run(quick)
         show(result, console)
-        write(result, out or (QUICK if quick else RESULTS))
+        write(result, out or (QUICK if quick or model else RESULTS))
         console.print(f"{time.perf_counter() - began:.0f} s")
 
 
