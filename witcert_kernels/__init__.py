@@ -8,6 +8,7 @@ from .budget import Budget, BudgetExhausted
 from .calibration import LayerCalibration
 from .layout import ObservatoryLayout, StoreLayout
 from .ops import Certificate, Guarantee, certified_decode, observe_, quantize_
+from .plan import Plan
 from .pool import ExactPages, ObservatoryPool, PackedPool
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ObservatoryLayout",
     "ObservatoryPool",
     "PackedPool",
+    "Plan",
     "StoreLayout",
     "certified_decode",
     "observe_",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,9 +9,11 @@ import torch
 from torch import Tensor
 
 from . import reader, writer
+from .backend import use_triton
 from .budget import Budget
 from .checks import check_range, check_tensor
 from .layout import MODEL_DTYPES
+from .plan import Plan
 from .pool import ObservatoryPool, PackedPool
 from .precision import full_precision
 
@@ -41,11 +42,6 @@ class Certificate:
     compressed: Tensor
     shares: Tensor
     guarantee: Guarantee
-
-
-def use_triton(device: torch.device) -> bool:
-    """CUDA tensors run the Triton kernels, and so do CPU tensors under ``WITCERT_BACKEND=triton``."""
-    return device.type == "cuda" or os.environ.get("WITCERT_BACKEND") == "triton"
 
 
 @torch.library.custom_op(
@@ -119,6 +115,12 @@ def _observe(
 _OUTPUTS = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+def _bind(op: Any, *args: Any, **options: Any) -> dict[str, Any]:
+    """The arguments of a call of an op by their names."""
+    names = [argument.name for argument in op._opoverload._schema.arguments]
+    return dict(zip(names, args, strict=False)) | options
+
+
 def _fake_outputs(q: Tensor, exact_v: Tensor, page_table: Tensor, kv_heads: int, want_shares: bool) -> _OUTPUTS:
     rows, heads, _ = q.shape
     columns = [q.new_empty(rows, heads, dtype=torch.float32) for _ in range(5)]
@@ -127,7 +129,7 @@ def _fake_outputs(q: Tensor, exact_v: Tensor, page_table: Tensor, kv_heads: int,
     return (q.new_empty(rows, heads, exact_v.shape[-1]), *columns, compressed, shares)  # type: ignore[return-value]
 
 
-@torch.library.custom_op("witcert::decode_packed", mutates_args=())
+@torch.library.custom_op("witcert::decode_packed", mutates_args=("workspace",))
 def _decode_packed(
     q: Tensor,
     page_table: Tensor,
@@ -164,6 +166,8 @@ def _decode_packed(
     delta_local: float,
     splits: int,
     want_shares: bool,
+    workspace: Tensor | None = None,
+    digits: int = 3,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = {
         "k_codes": k_codes, "k_scale": k_scale, "sketch": sketch, "witness": witness, "bypass": bypass,
@@ -179,18 +183,21 @@ def _decode_packed(
     if use_triton(q.device) and not want_shares:
         from . import triton_reader
 
-        return triton_reader.decode_packed(*common, tensors=tensors, scalars=scalars, **options)
+        return triton_reader.decode_packed(
+            *common, tensors=tensors, scalars=scalars, workspace=workspace, digits=digits, **options
+        )
     packed = reader.PackedReader(tensors, scalars)
     with full_precision(q.device):
         return reader.decode(common[0], packed, *common[1:], **options)  # type: ignore[return-value]
 
 
 @_decode_packed.register_fake
-def _(q, page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, exact_k, exact_v, *rest):  # type: ignore[no-untyped-def]
-    return _fake_outputs(q, exact_v, page_table, rest[2].shape[2], rest[-1])
+def _(q, page_table, *rest, **options):  # type: ignore[no-untyped-def]
+    given = _bind(_decode_packed, q, page_table, *rest, **options)
+    return _fake_outputs(q, given["exact_v"], page_table, given["k_codes"].shape[2], given["want_shares"])
 
 
-@torch.library.custom_op("witcert::decode_observatory", mutates_args=())
+@torch.library.custom_op("witcert::decode_observatory", mutates_args=("workspace",))
 def _decode_observatory(
     q: Tensor,
     page_table: Tensor,
@@ -219,6 +226,7 @@ def _decode_observatory(
     window_left: int,
     splits: int,
     want_shares: bool,
+    workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = {
         "k_hat": k_hat, "witness": witness, "sketch": sketch, "sketch_scale": sketch_scale, "v_hat": v_hat,
@@ -232,15 +240,16 @@ def _decode_observatory(
     if use_triton(q.device) and not want_shares:
         from . import triton_reader
 
-        return triton_reader.decode_observatory(*common, tensors=tensors, **options)
+        return triton_reader.decode_observatory(*common, tensors=tensors, workspace=workspace, **options)
     observatory = reader.ObservatoryReader(tensors)
     with full_precision(q.device):
         return reader.decode(common[0], observatory, *common[1:], delta_local=0.0, **options)  # type: ignore[return-value]
 
 
 @_decode_observatory.register_fake
-def _(q, page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, exact_k, exact_v, *rest):  # type: ignore[no-untyped-def]
-    return _fake_outputs(q, exact_v, page_table, rest[2].shape[2], rest[-1])
+def _(q, page_table, *rest, **options):  # type: ignore[no-untyped-def]
+    given = _bind(_decode_observatory, q, page_table, *rest, **options)
+    return _fake_outputs(q, given["exact_v"], page_table, given["k_hat"].shape[2], given["want_shares"])
 
 
 def _check_write(
@@ -343,6 +352,7 @@ def certified_decode(
     budget: Budget | None = None,
     splits: int | None = None,
     return_shares: bool = False,
+    plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Certificate]:
     """Attention over a compressed, paged KV cache, with a proved bound on what the compression did to it.
 
@@ -366,6 +376,7 @@ def certified_decode(
             ``"fixed_trajectory"``. The caller spends it, once a step for all layers.
         splits: partial results that are merged; None lets the device choose.
         return_shares: also return each page's share of A − 1.
+        plan: split count and room for all temporaries, in place of ``splits``.
 
     Returns:
         ``out [rows, heads, head_dim_v]`` in q's dtype, ``lse [rows, heads]`` float32 (natural log, of the true logits),
@@ -393,6 +404,7 @@ def certified_decode(
         logits_soft_cap,
         window_left,
         splits,
+        plan,
     )
     layout, calibration = pool.layout, pool.calibration
     scale = layout.head_dim**-0.5 if sm_scale is None else float(sm_scale)
@@ -403,19 +415,21 @@ def certified_decode(
     common = (
         q, page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, pool.exact.k, pool.exact.v, sinks, bias,
     )  # fmt: skip
-    count = 0 if splits is None else splits
+    workspace = None if plan is None else plan.workspace
+    count = splits or (0 if plan is None else plan.splits)
     if isinstance(pool, PackedPool):
         outputs = torch.ops.witcert.decode_packed(
             *common, pool.k_codes, pool.k_scale, pool.sketch, pool.witness, pool.bypass, pool.v_codes, pool.v_scale,
             pool.v_norm, calibration.mu, calibration.f, calibration.u, pool.bypass_channels, pool.band_of_channel,
             pool.layout.dither, pool.layout.dither_period, _signed(pool.seed), pool.layer, causal, scale,
             float(logits_soft_cap), window_left, budget.delta_local if radius and budget else 0.0, count, return_shares,
+            workspace, 3 if plan is None else plan.digits,
         )  # fmt: skip
     else:
         outputs = torch.ops.witcert.decode_observatory(
             *common, pool.k_hat, pool.witness, pool.sketch, pool.sketch_scale, pool.v_hat, pool.v_error, pool.v_norm,
             calibration.f, calibration.u, pool.band_of_channel, causal, scale, float(logits_soft_cap), window_left,
-            count, return_shares,
+            count, return_shares, workspace,
         )  # fmt: skip
     out, lse, meter, eform, risk, value_error, compressed, shares = outputs
     guarantee: Guarantee = "fixed_trajectory" if radius else "any_query"
@@ -436,6 +450,7 @@ def _check_decode(
     cap: float,
     window_left: int,
     splits: int | None,
+    plan: Plan | None,
 ) -> None:
     layout, device = pool.layout, pool.device
     check_tensor("q", q, (None, None, layout.head_dim), layout.dtype, device)
@@ -465,7 +480,11 @@ def _check_decode(
     check_range("window_left", window_left, -1, 2**31 - 1)
     if splits is not None:
         check_range("splits", splits, 1, 2**16)
-    if device.type == "cpu":
+    if plan is not None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan: got {type(plan).__name__}, wants a Plan")
+        plan.check(pool, q, page_table, qo_indptr=qo_indptr, k_new=k_new, exact_pages=exact_pages, splits=splits)
+    if device.type == "cpu" and not torch.compiler.is_compiling():
         _check_values(pool, rows, page_table, seq_lens, qo_indptr, k_new, exact_pages, sinks, bias)
 
 
@@ -480,7 +499,7 @@ def _check_values(
     sinks: Tensor | None,
     bias: Tensor | None,
 ) -> None:
-    """Checks that read values: on the CPU only, elsewhere they would make the host wait for the device."""
+    """Checks that read values: eager on the CPU only, elsewhere they would make the host wait for the device."""
     page_size = pool.layout.page_size
     capacity = page_table.shape[1] * page_size
     if len(seq_lens) and (int(seq_lens.min()) < 0 or int(seq_lens.max()) > capacity):

@@ -2,6 +2,8 @@
 
 # mypy: disable-error-code="no-untyped-def"
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -41,6 +43,7 @@ def dither_of(seed, layer, kv_head, period, channel):
 
 # Interpreted functions are not compiled: inline assembly and bfloat16 operands of a dot have a plain twin there.
 INTERPRETED = not isinstance(power_of_two, triton.JITFunction)
+ALIGNMENT = 256  # bytes, that of the allocator
 
 
 def check_device(tensor: torch.Tensor) -> None:
@@ -53,6 +56,34 @@ def check_device(tensor: torch.Tensor) -> None:
         raise ValueError(
             "WITCERT_BACKEND: got triton for CPU tensors, wants TRITON_INTERPRET=1 set before triton is imported"
         )
+
+
+class Workspace:
+    """Hands out a call's temporaries: aligned slices of a buffer one after the other, or new tensors without one.
+
+    Args:
+        device: of the tensors.
+        buffer: uint8, or None.
+    """
+
+    def __init__(self, device: torch.device, buffer: torch.Tensor | None = None) -> None:
+        self.device, self.buffer = device, buffer
+        self.nbytes = 0
+
+    def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised tensor.
+
+        Raises:
+            ValueError: the buffer is too small.
+        """
+        begin = self.nbytes
+        end = begin + math.prod(shape) * dtype.itemsize
+        self.nbytes = -(-end // ALIGNMENT) * ALIGNMENT
+        if self.buffer is None:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        if end > len(self.buffer):
+            raise ValueError(f"plan.workspace: got {len(self.buffer)} bytes, wants {end} at least; make a larger plan")
+        return self.buffer[begin:end].view(dtype).view(shape)
 
 
 def padded(n: int, least: int) -> int:

@@ -57,8 +57,8 @@ def _tile(
 
 @triton.jit
 def _exact_kernel(
-    Q, Work, Indptr, SeqLens, ExactSlots, ExactK, ExactV, KNew, VNew, Bias, Bad, Acc, Stats,
-    total, max_pages, bias_tokens, window_left, slots, scale, cap, first_slot,
+    Q, Indptr, SeqLens, ExactSlots, ExactK, ExactV, KNew, VNew, Bias, Bad, Acc, Stats,
+    batch, total, max_pages, bias_tokens, window_left, slots, scale, cap, first_slot,
     KV: tl.constexpr, PER_HEAD: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr, HAS_NEW: tl.constexpr,
     HAS_EXACT: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DP: tl.constexpr,
@@ -67,7 +67,7 @@ def _exact_kernel(
     """A split's repaired pages and its share of the own chunk, which follows the pool's ``length`` tokens."""
     kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     sequence, first_row, rows, length, row, row_ok, position, low, high = span(
-        Work, Indptr, SeqLens, kv_head, KV, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW
+        Indptr, SeqLens, batch, kv_head, KV, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW
     )
     ROWWISE: tl.constexpr = RAGGED and (CAUSAL or WINDOW)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -127,14 +127,14 @@ def _exact_kernel(
     )  # fmt: skip
 
 
-def read_exact(read: Read, work: Tensor, bad: Tensor, acc: Tensor, stats: Tensor) -> None:
+def read_exact(read: Read, bad: Tensor, acc: Tensor, stats: Tensor) -> None:
     """Read exact tokens into the last ``read.splits`` slots of ``acc`` and ``stats``.
 
-    ``work`` is :meth:`Read.work`; ``bad`` int8 ``[rows, heads]`` marks queries that are not finite.
+    ``bad`` int8 ``[rows, heads]`` marks queries that are not finite.
     """
     given = read.given
     _exact_kernel[read.grid](
-        read.q, work, given(read.qo_indptr), given(read.seq_lens), given(read.exact_pages), read.exact_k, read.exact_v,
+        read.q, given(read.qo_indptr), given(read.seq_lens), given(read.exact_pages), read.exact_k, read.exact_v,
         given(read.k_new), given(read.v_new), given(read.bias), bad, acc, stats, *read.scalars(len(acc)), read.splits,
         **read.constants(), **read.precision(), num_stages=2,
     )  # fmt: skip

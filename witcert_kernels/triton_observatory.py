@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import rounding
-from .triton_common import check_device, padded, power_of_two_wide
+from .triton_common import Workspace, check_device, padded, power_of_two_wide
 from .triton_exact import read_exact
 from .triton_query import ROWS, scale_parts
 from .triton_state import FIELDS, KNOWN_FIELDS, fold, merge, softcap, weight_error
@@ -72,9 +72,9 @@ def _query_kernel(
 
 @triton.jit
 def _observatory_kernel(
-    Q, Work, Indptr, PageTable, SeqLens, ExactSlots, Bias, All, Outside, A, AError, ARound, Bad,
+    Q, Indptr, PageTable, SeqLens, ExactSlots, Bias, All, Outside, A, AError, ARound, Bad,
     KHat, Witness, Sketch, SketchScale, VHat, VError, VNorm, Acc, Stats,
-    total, max_pages, bias_tokens, window_left, slots, scale, cap,
+    batch, total, max_pages, bias_tokens, window_left, slots, scale, cap,
     KV: tl.constexpr, PER_HEAD: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
     BANDS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr,
     HAS_NEW: tl.constexpr, HAS_EXACT: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -83,7 +83,7 @@ def _observatory_kernel(
     """A split of a sequence for BLOCK_M rows of a kv head, with both sets of sums."""
     kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     sequence, _, _, length, row, row_ok, position, low, high = span(
-        Work, Indptr, SeqLens, kv_head, KV, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW
+        Indptr, SeqLens, batch, kv_head, KV, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW
     )
     begin, first, stop = pool_tokens(length, low, high, split, splits, window_left, PAGE, BLOCK_N, CAUSAL, WINDOW)
     ROWWISE: tl.constexpr = RAGGED and (CAUSAL or WINDOW)
@@ -208,6 +208,16 @@ def _observatory_kernel(
         )
 
 
+def observatory_room(
+    read: Read, workspace: Workspace, *, r: int, bands: int
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """All temporaries of an observatory's decode: the query's coefficients, and what the splits leave."""
+    rows, heads, _ = read.q.shape
+    query = [workspace.take(rows, heads, *shape) for shape in ((bands,), (bands,), (r,), (), ())]
+    bad = workspace.take(rows, heads, dtype=torch.int8)
+    return (*query, bad), *read.scratch(FIELDS + (KNOWN_FIELDS if r else 0), workspace)
+
+
 def decode_observatory(
     q: Tensor,
     page_table: Tensor,
@@ -228,6 +238,7 @@ def decode_observatory(
     window_left: int,
     splits: int,
     want_shares: bool = False,
+    workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As :func:`witcert_kernels.triton_reader.decode_packed`, from the tensors of an observatory."""
     check_device(q)
@@ -238,28 +249,24 @@ def decode_observatory(
         q.contiguous(), page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, exact_k, exact_v, sinks, bias,
         causal, sm_scale, cap, window_left, splits, page_size, kv_heads,
     )  # fmt: skip
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(n, heads, *shape, dtype=dtype, device=q.device)
-
-    norms, outside, a, a_error, a_round, bad = new(bands), new(bands), new(r), new(), new(), new(dtype=torch.int8)
+    query, acc, stats = observatory_room(read, Workspace(q.device, workspace), r=r, bands=bands)
+    norms, outside, a, a_error, a_round, bad = query
     _query_kernel[(triton.cdiv(n * read.per_head, ROWS), kv_heads)](
         read.q, t["f"], t["u"], t["band_of_channel"], norms, outside, a, a_error, a_round, bad, n,
         *scale_parts(sm_scale), HEADS=heads, KV=kv_heads, D=d, R=r, BANDS=bands,
         DELTA_WIDEN=rounding.DELTA_WIDEN, UP=rounding.FLOAT_UP * (1 + (bands + 8) * rounding.U),
         ROUND=(r + 8) * rounding.U, BLOCK=ROWS, DP=padded(d, 16), num_warps=4,
     )  # fmt: skip
-    acc, stats = read.scratch(FIELDS + (KNOWN_FIELDS if r else 0))
     if read.programs:
-        work, given = read.work(), read.given
+        given = read.given
         _observatory_kernel[read.grid](
-            read.q, work, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages), given(bias), norms,
+            read.q, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages), given(bias), norms,
             outside, a, a_error, a_round, bad, t["k_hat"], t["witness"], t["sketch"], t["sketch_scale"], t["v_hat"],
             t["v_error"], t["v_norm"], acc, stats, *read.scalars(len(acc)), **read.constants(), **read.precision(), R=r,
             BANDS=bands, num_stages=2,
         )  # fmt: skip
         if read.has_exact:
-            read_exact(read, work, bad, acc, stats)
+            read_exact(read, bad, acc, stats)
     outputs = merge(
         acc, stats, None, bad, sinks, read.q, tokens=read.tokens, tile=read.block_n, cap=cap,
         weight_error=weight_error(q.dtype, True, 1), known_slots=read.splits if r else 0,

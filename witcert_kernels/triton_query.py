@@ -7,6 +7,7 @@ Logits are kept in base 2 here and in the read, so that e^x is one exp2 and a ru
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from . import rounding
 from .philox import GRID_STEP
-from .triton_common import INTERPRETED, padded, round_even_wide
+from .triton_common import INTERPRETED, Workspace, padded, round_even_wide
 
 ROWS = 32 if INTERPRETED else 4
 LOG2E = math.log2(math.e)
@@ -41,6 +42,7 @@ def _query_kernel(
     Kept,
     Shift,
     Bad,
+    BandShare,
     rows,
     scale_high,
     scale_low,
@@ -142,6 +144,9 @@ def _query_kernel(
         tl.store(RadiusBias + cell, (half * GRID * UP).to(tl.float32), mask=store)
     band = tl.load(BandOfChannel + channel, mask=inside, other=-1)
     for b in tl.static_range(BANDS):
+        if GROUPS > 1 and tl.program_id(0) + kv_head == 0:
+            share = tl.reshape(tl.sum((band == b).to(tl.float32), 2), (GP,))
+            tl.store(BandShare + b * GROUPS + tl.arange(0, GP), share, mask=tl.arange(0, GP) < GROUPS)
         norm = tl.sqrt(tl.sum(tl.sum(tl.where(band == b, outside * outside, 0.0), 2), 1)) * scale / 508.0
         if GROUPS == 1:
             norm *= tl.sqrt(tl.sum(tl.sum((band == b).to(tl.float64), 2), 1))
@@ -166,7 +171,7 @@ class PackedDigits:
     digits int8 ``[rows, heads, digits, d]``, the lowest first; unit float32 ``[rows, heads]``; sketch float32
     ``[…, r, groups]``; half, fixed, dot, radius_square and radius_bias float32 ``[…, groups]``; witness
     float32 ``[…, B]``, with one group times the root of a band's channels; kept float32 ``[…, 2 m]``; shift float64 and
-    bad int8 ``[rows, heads]``.
+    bad int8 ``[rows, heads]``; band_share float32 ``[B, groups]``, channels of a band in a group.
     """
 
     digits: Tensor
@@ -181,50 +186,70 @@ class PackedDigits:
     kept: Tensor
     shift: Tensor
     bad: Tensor
+    band_share: Tensor
+
+    @classmethod
+    def take(
+        cls,
+        workspace: Workspace,
+        rows: int,
+        heads: int,
+        d: int,
+        *,
+        r: int,
+        bands: int,
+        groups: int,
+        kept: int,
+        digits: int,
+        with_radius: bool,
+    ) -> Self:
+        """Room for the coefficients of ``rows`` query rows."""
+
+        def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return workspace.take(rows, heads, *shape, dtype=dtype)
+
+        return cls(
+            digits=new(digits, d, dtype=torch.int8),
+            unit=new(),
+            sketch=new(r, groups),
+            half=new(groups),
+            fixed=new(groups),
+            dot=new(groups),
+            witness=new(bands),
+            radius_square=new(groups if with_radius else 0),
+            radius_bias=new(groups if with_radius else 0),
+            kept=new(kept),
+            shift=new(dtype=torch.float64),
+            bad=new(dtype=torch.int8),
+            band_share=workspace.take(bands, groups),
+        )
 
 
 def packed_digits(
+    out: PackedDigits,
     q: Tensor,
     mu: Tensor,
     f: Tensor,
     u: Tensor,
     bypass_channels: Tensor,
     band_of_channel: Tensor,
-    bands: int,
-    groups: int,
     sm_scale: float,
-    digits: int,
-    with_radius: bool,
-) -> PackedDigits:
-    """Coefficients for queries ``q`` ``[rows, heads, d]`` of any float dtype; calibration as in the pool."""
+) -> None:
+    """Fill ``out`` for queries ``q`` ``[rows, heads, d]`` of any float dtype; calibration as in the pool."""
     n, heads, d = q.shape
     kv_heads, r, kept = mu.shape[0], u.shape[1], bypass_channels.shape[1]
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(n, heads, *shape, dtype=dtype, device=q.device)
-
-    out = PackedDigits(
-        digits=new(digits, d, dtype=torch.int8),
-        unit=new(),
-        sketch=new(r, groups),
-        half=new(groups),
-        fixed=new(groups),
-        dot=new(groups),
-        witness=new(bands),
-        radius_square=new(groups if with_radius else 0),
-        radius_bias=new(groups if with_radius else 0),
-        kept=new(kept),
-        shift=new(dtype=torch.float64),
-        bad=new(dtype=torch.int8),
-    )
+    bands, groups = out.band_share.shape
+    digits, with_radius = out.digits.shape[2], out.radius_square.shape[2] > 0
     grid = (triton.cdiv(n * (heads // kv_heads), ROWS), kv_heads)
+    if n == 0:
+        return
     _query_kernel[grid](
-        q.contiguous(), mu, f, u, bypass_channels, band_of_channel, out.digits, out.unit, out.sketch, out.half,
-        out.fixed, out.dot, out.witness, out.radius_square, out.radius_bias, out.kept, out.shift, out.bad, n,
+        q, mu, f, u, bypass_channels, band_of_channel, out.digits, out.unit, out.sketch, out.half,
+        out.fixed, out.dot, out.witness, out.radius_square, out.radius_bias, out.kept, out.shift, out.bad,
+        out.band_share, n,
         *scale_parts(sm_scale), HEADS=heads, KV=kv_heads, D=d, GROUPS=groups, R=r, BANDS=bands, KEPT=kept,
         RADIUS=with_radius, DIGITS=digits, LIMIT=float(rounding.DIGIT_LIMIT[digits]),
         TERMS=(rounding.DIGIT_TERMS + 2 * r + groups + d / 128) * rounding.U, WIDEN=rounding.STEP_WIDEN,
         DELTA_WIDEN=rounding.DELTA_WIDEN, UP=rounding.FLOAT_UP * (1 + (groups + bands + 8) * rounding.U),
         GRID=GRID_STEP, BLOCK=ROWS, GP=padded(groups, 1), WP=padded(d // groups, 1), KP=padded(kept, 1), num_warps=4,
     )  # fmt: skip
-    return out

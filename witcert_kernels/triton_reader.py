@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from . import rounding
-from .triton_common import as_int32, check_device, dither_of, padded
+from .triton_common import Workspace, as_int32, check_device, dither_of, padded
 from .triton_exact import read_exact
 from .triton_observatory import decode_observatory
-from .triton_query import packed_digits
+from .triton_query import PackedDigits, packed_digits
 from .triton_state import FIELDS, fold, merge, softcap, weight_error
 from .triton_tiles import (
     ADD_ERROR,
@@ -250,10 +250,10 @@ def _value_product(p, codes, steps, norm, FLOAT32: tl.constexpr, GROUPS_V: tl.co
 
 @triton.jit(do_not_specialize=["seed", "layer"])
 def _packed_kernel(
-    Q, Work, Indptr, PageTable, SeqLens, ExactSlots, Bias,
+    Q, Indptr, PageTable, SeqLens, ExactSlots, Bias,
     Digits, Unit, Sketch, Half, Fixed, Dot, Witness, RadiusSquare, RadiusBias, Kept, Shift, BandShare,
     KCodes, KScale, SketchCodes, WitnessCodes, Bypass, VCodes, VScale, VNorm, Acc, Stats,
-    total, max_pages, bias_tokens, window_left, slots, scale, cap, log_term, seed, layer,
+    batch, total, max_pages, bias_tokens, window_left, slots, scale, cap, log_term, seed, layer,
     KV: tl.constexpr, PER_HEAD: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_V: tl.constexpr, R: tl.constexpr, BANDS: tl.constexpr, KEPT: tl.constexpr,
     PERIOD: tl.constexpr, RADIUS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
@@ -261,10 +261,10 @@ def _packed_kernel(
     DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WP: tl.constexpr, DVP: tl.constexpr,
     HALF_RHO: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """A split of a sequence for BLOCK_M rows of a kv head. ``Digits`` to ``Shift`` are those of ``PackedDigits``."""
+    """A split of a sequence for BLOCK_M rows of a kv head. ``Digits`` to ``BandShare`` are of ``PackedDigits``."""
     kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     sequence, _, _, length, row, row_ok, position, lowest, highest = span(
-        Work, Indptr, SeqLens, kv_head, KV, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW
+        Indptr, SeqLens, batch, kv_head, KV, PER_HEAD, BLOCK_M, RAGGED, HAS_NEW
     )
     begin, first, stop = pool_tokens(length, lowest, highest, split, splits, window_left, PAGE, BLOCK_N, CAUSAL, WINDOW)
     ROWWISE: tl.constexpr = RAGGED and (CAUSAL or WINDOW)
@@ -400,6 +400,25 @@ def _packed_kernel(
     )  # fmt: skip
 
 
+def packed_room(
+    read: Read,
+    workspace: Workspace,
+    *,
+    r: int,
+    bands: int,
+    groups: int,
+    kept: int,
+    digits: int,
+    with_radius: bool,
+) -> tuple[PackedDigits, Tensor, Tensor]:
+    """All temporaries of a packed decode: the query's coefficients, and what the splits leave."""
+    rows, heads, d = read.q.shape
+    query = PackedDigits.take(
+        workspace, rows, heads, d, r=r, bands=bands, groups=groups, kept=kept, digits=digits, with_radius=with_radius
+    )
+    return query, *read.scratch(FIELDS, workspace)
+
+
 def decode_packed(
     q: Tensor,
     page_table: Tensor,
@@ -422,6 +441,8 @@ def decode_packed(
     delta_local: float,
     splits: int,
     want_shares: bool = False,
+    workspace: Tensor | None = None,
+    digits: int = DIGITS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`witcert_kernels.certified_decode`.
 
@@ -433,9 +454,11 @@ def decode_packed(
     Args:
         tensors, scalars: as for :class:`witcert_kernels.reader.PackedReader`.
         splits: below 1 for as many as fill the device.
+        workspace: uint8, room for all temporaries; None to allocate them.
+        digits: base-256 digits of a query channel, 2 or 3.
 
     Raises:
-        ValueError: a CPU tensor without ``TRITON_INTERPRET=1``.
+        ValueError: a CPU tensor without ``TRITON_INTERPRET=1``, or a workspace that is too small.
     """
     check_device(q)
     t = tensors
@@ -445,36 +468,30 @@ def decode_packed(
         causal, sm_scale, cap, window_left, splits, page_size, kv_heads,
     )  # fmt: skip
     groups, groups_v, d_v = t["k_scale"].shape[-1], t["v_scale"].shape[-1], read.head_dim_v
-    bands = t["witness"].shape[-1]
-    query = packed_digits(
-        read.q, t["mu"], t["f"], t["u"], t["bypass_channels"], t["band_of_channel"], bands, groups, sm_scale, DIGITS,
-        delta_local > 0,
+    bands, r, kept = (t[name].shape[-1] for name in ("witness", "sketch", "bypass"))
+    query, acc, stats = packed_room(
+        read, Workspace(q.device, workspace), r=r, bands=bands, groups=groups, kept=kept, digits=digits,
+        with_radius=delta_local > 0,
     )  # fmt: skip
-    share = read.q
-    if bands and groups > 1:
-        of_group = torch.arange(d, device=q.device) // (d // groups)
-        in_band = t["band_of_channel"] == torch.arange(bands, device=q.device)[:, None]
-        in_group = of_group == torch.arange(groups, device=q.device)[:, None]
-        share = in_band.to(torch.float32) @ in_group.to(torch.float32).T
+    packed_digits(query, read.q, t["mu"], t["f"], t["u"], t["bypass_channels"], t["band_of_channel"], sm_scale)
     # centred and uncentred logits meet: the shift common to a row's centred ones must be in them
     mixed = read.has_exact or sinks is not None or cap != 0
-    acc, stats = read.scratch(FIELDS)
     if read.programs:
-        work, given = read.work(), read.given
+        given = read.given
         _packed_kernel[read.grid](
-            read.q, work, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages), given(bias),
+            read.q, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages), given(bias),
             query.digits, query.unit, query.sketch, query.half, query.fixed, query.dot, query.witness,
-            query.radius_square, query.radius_bias, query.kept, query.shift, share, t["k_codes"], t["k_scale"],
-            t["sketch"], t["witness"], t["bypass"], t["v_codes"], t["v_scale"], t["v_norm"], acc, stats,
+            query.radius_square, query.radius_bias, query.kept, query.shift, query.band_share, t["k_codes"],
+            t["k_scale"], t["sketch"], t["witness"], t["bypass"], t["v_codes"], t["v_scale"], t["v_norm"], acc, stats,
             *read.scalars(len(acc)), _log_term(delta_local), scalars["seed"], as_int32(scalars["layer"]),
-            **read.constants(), GROUPS=groups, GROUPS_V=groups_v, R=t["sketch"].shape[-1], BANDS=bands,
-            KEPT=t["bypass"].shape[-1], PERIOD=scalars["dither_period"] if scalars["dither"] else 0,
-            RADIUS=delta_local > 0, SHIFT=mixed, DIGITS=DIGITS, WP=padded(d // groups, 32),
+            **read.constants(), GROUPS=groups, GROUPS_V=groups_v, R=r, BANDS=bands, KEPT=kept,
+            PERIOD=scalars["dither_period"] if scalars["dither"] else 0, RADIUS=delta_local > 0, SHIFT=mixed,
+            DIGITS=digits, WP=padded(d // groups, 32),
             HALF_RHO=math.sqrt(d_v if groups_v == 1 else 1) / 2 * rounding.STEP_WIDEN * (1 + (d_v + 16) * rounding.U),
             num_stages=3,
         )  # fmt: skip
         if read.has_exact:
-            read_exact(read, work, query.bad, acc, stats)
+            read_exact(read, query.bad, acc, stats)
     outputs = merge(
         acc, stats, None if mixed else query.shift, query.bad, sinks, read.q, tokens=read.tokens, tile=read.block_n,
         cap=cap, weight_error=weight_error(q.dtype, read.has_exact, groups_v),

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import rounding
-from .triton_common import INTERPRETED, padded
+from .triton_common import INTERPRETED, Workspace, padded
 from .triton_state import (
     A1,
     A2,
@@ -43,27 +43,35 @@ HALF_SCALE = tl.constexpr(16384.0)  # keeps weights clear of float16's underflow
 
 @triton.jit
 def span(
-    Work, Indptr, SeqLens, kv_head, KV: tl.constexpr, PER_HEAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    Indptr, SeqLens, batch, kv_head, KV: tl.constexpr, PER_HEAD: tl.constexpr, BLOCK_M: tl.constexpr,
     RAGGED: tl.constexpr, HAS_NEW: tl.constexpr,
 ):  # fmt: skip
     """A program's sequence, its first query row and query rows, pool length; the rows of its tile: query row · heads +
-    head, whether they exist, positions, and their lowest and highest. No rows exist for a program too many.
+    head, whether they exist, positions, and their lowest and highest. A program too many has no rows and no tokens.
+
+    The tiles of a ragged batch's sequence b begin at program ``indptr[b] · PER_HEAD // BLOCK_M + b``: as sums of
+    quotients rounded up are at most that, all fit, and a program finds its own without a table.
     """
     program = tl.program_id(0)
     if RAGGED:
-        sequence = tl.load(Work + 2 * program)
-        first = tl.load(Work + 2 * program + 1)
-        used = sequence >= 0
-        sequence = tl.maximum(sequence, 0)
+        sequence = program * 0 - 1
+        for base in range(0, batch, 128):
+            some = base + tl.arange(0, 128)
+            begin = tl.load(Indptr + some, mask=some < batch, other=0) * PER_HEAD // BLOCK_M + some
+            sequence += tl.sum(((some < batch) & (begin <= program)).to(tl.int32), 0)
         row = tl.load(Indptr + sequence)
-        rows = tl.where(used, tl.load(Indptr + sequence + 1) - row, 0)
+        first = (program - row * PER_HEAD // BLOCK_M - sequence) * BLOCK_M
+        rows = tl.load(Indptr + sequence + 1) - row
+        used = first < rows * PER_HEAD
+        rows = tl.where(used, rows, 0)
+        length = tl.where(used, tl.load(SeqLens + sequence), 0)
     else:
         tiles: tl.constexpr = (PER_HEAD + BLOCK_M - 1) // BLOCK_M
         sequence = program // tiles
         first = (program % tiles) * BLOCK_M
         row = sequence
         rows = sequence * 0 + 1
-    length = tl.load(SeqLens + sequence)
+        length = tl.load(SeqLens + sequence)
     offset = length if HAS_NEW else length - rows
     flat = first + tl.arange(0, BLOCK_M)
     cell = (row + flat // PER_HEAD).to(tl.int64) * (KV * PER_HEAD) + kv_head * PER_HEAD + flat % PER_HEAD
@@ -299,13 +307,17 @@ class Read:
     @property
     def splits(self) -> int:
         """Splits of the pool's tokens, and as many of the exact ones."""
-        blocks = max(1, triton.cdiv(self.capacity, self.block_n))
-        splits = self.wanted_splits
-        if splits < 1:
-            device = self.q.device
-            cores = torch.cuda.get_device_properties(device).multi_processor_count if self.q.is_cuda else 1
-            splits = min(2 * cores // max(self.programs * self.kv_heads, 1), triton.cdiv(blocks, 4))
-        return max(1, min(splits, blocks, 65535))
+        wanted = self.wanted_splits if self.wanted_splits > 0 else self.filling(self.q.device)
+        return max(1, min(wanted, self._blocks, 65535))
+
+    def filling(self, device: torch.device) -> int:
+        """Splits that give every multiprocessor two programs, of four tiles at least."""
+        cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        return max(1, min(2 * cores // max(self.programs * self.kv_heads, 1), triton.cdiv(self._blocks, 4)))
+
+    @property
+    def _blocks(self) -> int:
+        return max(1, triton.cdiv(self.capacity, self.block_n))
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -316,28 +328,16 @@ class Read:
         """A tensor for a kernel's pointer, any one where there is none."""
         return self.q if tensor is None else tensor.contiguous()
 
-    def work(self) -> Tensor:
-        """Sequence (−1 for none) and first flat row of every program of a ragged batch, int32 ``[programs, 2]``."""
-        if self.qo_indptr is None:
-            return self.q
-        tiles = (self.qo_indptr.diff() * self.per_head + self.block_m - 1) // self.block_m
-        ends = tiles.cumsum(0)
-        program = torch.arange(self.programs, device=self.q.device)
-        sequence = torch.searchsorted(ends, program, right=True)
-        used = sequence < len(tiles)
-        sequence = sequence.clamp_max(len(tiles) - 1)
-        first = (program - (ends - tiles)[sequence]) * self.block_m
-        return torch.stack([torch.where(used, sequence, -1), first], dim=1).to(torch.int32)
-
-    def scratch(self, fields: int) -> tuple[Tensor, Tensor]:
+    def scratch(self, fields: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
         """Room for what the splits leave, see :mod:`witcert_kernels.triton_state`."""
         slots, rows = self.splits * (2 if self.has_exact else 1), self.q.shape[0] * self.q.shape[1]
-        acc = torch.empty(slots, rows, self.head_dim_v, dtype=torch.float32, device=self.q.device)
-        return acc, torch.empty(fields, slots, rows, dtype=torch.float64, device=self.q.device)
+        acc = workspace.take(slots, rows, self.head_dim_v)
+        return acc, workspace.take(fields, slots, rows, dtype=torch.float64)
 
-    def scalars(self, slots: int) -> tuple[int, int, int, int, int, float, float]:
-        """What the kernels take as ``total, max_pages, bias_tokens, window_left, slots, scale, cap``."""
+    def scalars(self, slots: int) -> tuple[int, int, int, int, int, int, float, float]:
+        """What the kernels take as ``batch, total, max_pages, bias_tokens, window_left, slots, scale, cap``."""
         return (
+            len(self.page_table),
             self.q.shape[0] * self.q.shape[1],
             self.page_table.shape[1],
             0 if self.bias is None else self.bias.shape[-1],

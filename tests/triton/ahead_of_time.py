@@ -137,7 +137,7 @@ def packed(layout: StoreLayout, rows: int, heads: int, batch: int, extend: bool 
         *arguments(layout, rows, heads, batch, extend), tensors=tensors, causal=True, sm_scale=0.1,
         scalars={"dither": int(layout.dither), "dither_period": layout.dither_period, "seed": 2**63, "layer": 2**31},
         cap=30.0 if extend else 0.0, window_left=4096 if extend else -1, delta_local=0.1 if radius else 0.0,
-        splits=16, want_shares=False,
+        splits=16,
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def observatory(layout: ObservatoryLayout, rows: int, heads: int, batch: int) ->
     tensors |= {n: getattr(pool.calibration, n).to("meta") for n in ("f", "u")}
     triton_reader.decode_observatory(
         *arguments(layout, rows, heads, batch, False), tensors=tensors, causal=True, sm_scale=0.1, cap=0.0,
-        window_left=-1, splits=16, want_shares=False,
+        window_left=-1, splits=16,
     )  # fmt: skip
 
 

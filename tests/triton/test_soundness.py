@@ -61,7 +61,8 @@ def test_meter_is_between_the_formula_and_its_allowance(name: str) -> None:
 
 def test_query_in_digits() -> None:
     """The digits and coefficients of the Triton read are those of the torch path's query, rounded up."""
-    from witcert_kernels.triton_query import LOG2E, packed_digits
+    from witcert_kernels.triton_common import Workspace
+    from witcert_kernels.triton_query import LOG2E, PackedDigits, packed_digits
 
     layout = StoreLayout(2, 48, 48, group=16, sketch=2, witness_bands=3, bypass=2)
     case = make_case(22, layout, [2], heads=6)
@@ -70,10 +71,13 @@ def test_query_in_digits() -> None:
     arguments = (cal.mu, cal.f, cal.u, pool.bypass_channels, pool.band_of_channel, 3, 3)
     want = packed_query(group_rows(q, 2), *arguments, SM_SCALE)
     for digits in (2, 3):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        got = packed_digits(
-            q.to(device), *(x.to(device) for x in arguments[:5]), 3, 3, SM_SCALE, digits=digits, with_radius=True
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        got = PackedDigits.take(
+            Workspace(device), 5, 6, 48, r=2, bands=3, groups=3, kept=4, digits=digits, with_radius=True
         )
+        packed_digits(got, *(x.to(device) for x in (q, *arguments[:5])), SM_SCALE)
+        share = (pool.band_of_channel == torch.arange(3)[:, None]).unflatten(1, (3, 16)).sum(-1)
+        assert torch.equal(got.band_share.cpu().long(), share)
 
         def grouped(x: torch.Tensor) -> torch.Tensor:
             return group_rows(x.cpu().double().reshape(5, 6, -1), 2).reshape(2, 15, *x.shape[2:])
