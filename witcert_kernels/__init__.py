@@ -10,11 +10,13 @@ from .layout import ObservatoryLayout, StoreLayout
 from .ops import Certificate, Guarantee, certified_decode, observe_, quantize_
 from .plan import Plan
 from .pool import ExactPages, ObservatoryPool, PackedPool
+from .telemetry import Counters, Telemetry
 
 __all__ = [
     "Budget",
     "BudgetExhausted",
     "Certificate",
+    "Counters",
     "ExactPages",
     "Guarantee",
     "LayerCalibration",
@@ -23,6 +25,7 @@ __all__ = [
     "PackedPool",
     "Plan",
     "StoreLayout",
+    "Telemetry",
     "certified_decode",
     "observe_",
     "quantize_",

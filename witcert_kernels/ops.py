@@ -16,6 +16,7 @@ from .layout import MODEL_DTYPES
 from .plan import Plan
 from .pool import ObservatoryPool, PackedPool
 from .precision import full_precision
+from .telemetry import Telemetry, count_
 
 Guarantee = Literal["any_query", "fixed_trajectory"]
 
@@ -115,6 +116,14 @@ def _observe(
 _OUTPUTS = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+def _counted(outputs: tuple[Tensor, ...], telemetry: Tensor | None, layer: int) -> _OUTPUTS:
+    """The outputs of a read that knows no telemetry, after their cells are counted."""
+    if telemetry is not None:
+        _, _, meter, _, risk, value_error, compressed, _ = outputs
+        count_(telemetry, meter, risk, value_error, compressed, layer)
+    return outputs  # type: ignore[return-value]
+
+
 def _bind(op: Any, *args: Any, **options: Any) -> dict[str, Any]:
     """The arguments of a call of an op by their names."""
     names = [argument.name for argument in op._opoverload._schema.arguments]
@@ -129,7 +138,7 @@ def _fake_outputs(q: Tensor, exact_v: Tensor, page_table: Tensor, kv_heads: int,
     return (q.new_empty(rows, heads, exact_v.shape[-1]), *columns, compressed, shares)  # type: ignore[return-value]
 
 
-@torch.library.custom_op("witcert::decode_packed", mutates_args=("workspace",))
+@torch.library.custom_op("witcert::decode_packed", mutates_args=("workspace", "telemetry"))
 def _decode_packed(
     q: Tensor,
     page_table: Tensor,
@@ -168,6 +177,7 @@ def _decode_packed(
     want_shares: bool,
     workspace: Tensor | None = None,
     digits: int = 3,
+    telemetry: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = {
         "k_codes": k_codes, "k_scale": k_scale, "sketch": sketch, "witness": witness, "bypass": bypass,
@@ -184,11 +194,18 @@ def _decode_packed(
         from . import triton_reader
 
         return triton_reader.decode_packed(
-            *common, tensors=tensors, scalars=scalars, workspace=workspace, digits=digits, **options
+            *common,
+            tensors=tensors,
+            scalars=scalars,
+            workspace=workspace,
+            digits=digits,
+            telemetry=telemetry,
+            **options,
         )
     packed = reader.PackedReader(tensors, scalars)
     with full_precision(q.device):
-        return reader.decode(common[0], packed, *common[1:], **options)  # type: ignore[return-value]
+        outputs = reader.decode(common[0], packed, *common[1:], **options)
+    return _counted(outputs, telemetry, layer)
 
 
 @_decode_packed.register_fake
@@ -197,7 +214,7 @@ def _(q, page_table, *rest, **options):  # type: ignore[no-untyped-def]
     return _fake_outputs(q, given["exact_v"], page_table, given["k_codes"].shape[2], given["want_shares"])
 
 
-@torch.library.custom_op("witcert::decode_observatory", mutates_args=("workspace",))
+@torch.library.custom_op("witcert::decode_observatory", mutates_args=("workspace", "telemetry"))
 def _decode_observatory(
     q: Tensor,
     page_table: Tensor,
@@ -227,6 +244,8 @@ def _decode_observatory(
     splits: int,
     want_shares: bool,
     workspace: Tensor | None = None,
+    telemetry: Tensor | None = None,
+    layer: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = {
         "k_hat": k_hat, "witness": witness, "sketch": sketch, "sketch_scale": sketch_scale, "v_hat": v_hat,
@@ -240,10 +259,13 @@ def _decode_observatory(
     if use_triton(q.device) and not want_shares:
         from . import triton_reader
 
-        return triton_reader.decode_observatory(*common, tensors=tensors, workspace=workspace, **options)
+        return triton_reader.decode_observatory(
+            *common, tensors=tensors, workspace=workspace, telemetry=telemetry, layer=layer, **options
+        )
     observatory = reader.ObservatoryReader(tensors)
     with full_precision(q.device):
-        return reader.decode(common[0], observatory, *common[1:], delta_local=0.0, **options)  # type: ignore[return-value]
+        outputs = reader.decode(common[0], observatory, *common[1:], delta_local=0.0, **options)
+    return _counted(outputs, telemetry, layer)
 
 
 @_decode_observatory.register_fake
@@ -353,6 +375,7 @@ def certified_decode(
     splits: int | None = None,
     return_shares: bool = False,
     plan: Plan | None = None,
+    telemetry: Telemetry | None = None,
 ) -> tuple[Tensor, Tensor, Certificate]:
     """Attention over a compressed, paged KV cache, with a proved bound on what the compression did to it.
 
@@ -377,6 +400,7 @@ def certified_decode(
         splits: partial results that are merged; None lets the device choose.
         return_shares: also return each page's share of A − 1.
         plan: split count and room for all temporaries, in place of ``splits``.
+        telemetry: counts the call's cells, as of the pool's layer.
 
     Returns:
         ``out [rows, heads, head_dim_v]`` in q's dtype, ``lse [rows, heads]`` float32 (natural log, of the true logits),
@@ -405,6 +429,7 @@ def certified_decode(
         window_left,
         splits,
         plan,
+        telemetry,
     )
     layout, calibration = pool.layout, pool.calibration
     scale = layout.head_dim**-0.5 if sm_scale is None else float(sm_scale)
@@ -416,6 +441,7 @@ def certified_decode(
         q, page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, pool.exact.k, pool.exact.v, sinks, bias,
     )  # fmt: skip
     workspace = None if plan is None else plan.workspace
+    counters = None if telemetry is None else telemetry.buffer
     count = splits or (0 if plan is None else plan.splits)
     if isinstance(pool, PackedPool):
         outputs = torch.ops.witcert.decode_packed(
@@ -423,13 +449,13 @@ def certified_decode(
             pool.v_norm, calibration.mu, calibration.f, calibration.u, pool.bypass_channels, pool.band_of_channel,
             pool.layout.dither, pool.layout.dither_period, _signed(pool.seed), pool.layer, causal, scale,
             float(logits_soft_cap), window_left, budget.delta_local if radius and budget else 0.0, count, return_shares,
-            workspace, 3 if plan is None else plan.digits,
+            workspace, 3 if plan is None else plan.digits, counters,
         )  # fmt: skip
     else:
         outputs = torch.ops.witcert.decode_observatory(
             *common, pool.k_hat, pool.witness, pool.sketch, pool.sketch_scale, pool.v_hat, pool.v_error, pool.v_norm,
             calibration.f, calibration.u, pool.band_of_channel, causal, scale, float(logits_soft_cap), window_left,
-            count, return_shares, workspace,
+            count, return_shares, workspace, counters, pool.layer,
         )  # fmt: skip
     out, lse, meter, eform, risk, value_error, compressed, shares = outputs
     guarantee: Guarantee = "fixed_trajectory" if radius else "any_query"
@@ -451,6 +477,7 @@ def _check_decode(
     window_left: int,
     splits: int | None,
     plan: Plan | None,
+    telemetry: Telemetry | None,
 ) -> None:
     layout, device = pool.layout, pool.device
     check_tensor("q", q, (None, None, layout.head_dim), layout.dtype, device)
@@ -484,6 +511,11 @@ def _check_decode(
         if not isinstance(plan, Plan):
             raise TypeError(f"plan: got {type(plan).__name__}, wants a Plan")
         plan.check(pool, q, page_table, qo_indptr=qo_indptr, k_new=k_new, exact_pages=exact_pages, splits=splits)
+    if telemetry is not None:
+        if not isinstance(telemetry, Telemetry):
+            raise TypeError(f"telemetry: got {type(telemetry).__name__}, wants a Telemetry")
+        if telemetry.device != device:
+            raise ValueError(f"telemetry: got device {telemetry.device}, wants {device}")
     if device.type == "cpu" and not torch.compiler.is_compiling():
         _check_values(pool, rows, page_table, seq_lens, qo_indptr, k_new, exact_pages, sinks, bias)
 

@@ -239,6 +239,8 @@ def decode_observatory(
     splits: int,
     want_shares: bool = False,
     workspace: Tensor | None = None,
+    telemetry: Tensor | None = None,
+    layer: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As :func:`witcert_kernels.triton_reader.decode_packed`, from the tensors of an observatory."""
     check_device(q)
@@ -270,5 +272,6 @@ def decode_observatory(
     outputs = merge(
         acc, stats, None, bad, sinks, read.q, tokens=read.tokens, tile=read.block_n, cap=cap,
         weight_error=weight_error(q.dtype, True, 1), known_slots=read.splits if r else 0,
+        telemetry=telemetry, layer=layer,
     )  # fmt: skip
     return (*outputs, q.new_empty(len(page_table), kv_heads, 0, dtype=torch.float32))

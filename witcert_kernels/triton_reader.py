@@ -443,6 +443,7 @@ def decode_packed(
     want_shares: bool = False,
     workspace: Tensor | None = None,
     digits: int = DIGITS,
+    telemetry: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`witcert_kernels.certified_decode`.
 
@@ -456,6 +457,7 @@ def decode_packed(
         splits: below 1 for as many as fill the device.
         workspace: uint8, room for all temporaries; None to allocate them.
         digits: base-256 digits of a query channel, 2 or 3.
+        telemetry: buffer of a :class:`witcert_kernels.Telemetry` that counts the cells.
 
     Raises:
         ValueError: a CPU tensor without ``TRITON_INTERPRET=1``, or a workspace that is too small.
@@ -494,7 +496,8 @@ def decode_packed(
             read_exact(read, query.bad, acc, stats)
     outputs = merge(
         acc, stats, None if mixed else query.shift, query.bad, sinks, read.q, tokens=read.tokens, tile=read.block_n,
-        cap=cap, weight_error=weight_error(q.dtype, read.has_exact, groups_v),
+        cap=cap, weight_error=weight_error(q.dtype, read.has_exact, groups_v), telemetry=telemetry,
+        layer=scalars["layer"],
     )  # fmt: skip
     return (*outputs, q.new_empty(len(page_table), kv_heads, 0, dtype=torch.float32))
 

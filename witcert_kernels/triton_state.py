@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import rounding
+from . import telemetry as counting
 from .triton_common import power_of_two, power_of_two_wide
 
 M = tl.constexpr(0)  # integer maximum, −Inf for no token
@@ -39,6 +40,14 @@ EE = tl.constexpr(18)  # and its square
 R_TOP = tl.constexpr(19)  # integer maximum of r in base 2, −Inf for no token
 KNOWN_FIELDS = 8
 U = tl.constexpr(rounding.U)
+BINS = tl.constexpr(counting.BINS)
+PLACES = tl.constexpr(counting.PLACES)
+WORST = tl.constexpr(counting.WORST)
+NON_FINITE = tl.constexpr(counting.NON_FINITE)
+VALUE_NON_FINITE = tl.constexpr(counting.VALUE_NON_FINITE)
+SUM = tl.constexpr(counting.SUM)
+COVERED = tl.constexpr(counting.COVERED)
+UNIT = tl.constexpr(counting.UNIT)
 WIDE_BITS = tl.constexpr(28.0)  # c in base 2 (19.4) from which products are formed in the exponent
 RISE_UP = tl.constexpr(rounding.RISE_UP)
 
@@ -168,6 +177,24 @@ def _bound(l, a1, a2, c_max, relative, absolute):  # noqa: E741
 
 
 @triton.jit
+def _count_cell(Telemetry, meter, non_finite, value_non_finite, layer, head, counted, TAUS: tl.constexpr):
+    """Add a cell, if it is ``counted``, to a :class:`witcert_kernels.Telemetry`'s buffer; meter float32 in [0, 1]."""
+    one = tl.cast(1, tl.int64)
+    wide = meter.to(tl.float64)
+    tl.atomic_add(Telemetry + NON_FINITE, one, mask=counted & non_finite, sem="relaxed")
+    tl.atomic_add(Telemetry + VALUE_NON_FINITE, one, mask=counted & value_non_finite, sem="relaxed")
+    tl.atomic_add(Telemetry + SUM, tl.ceil(wide / UNIT).to(tl.int64), mask=counted, sem="relaxed")
+    for i in tl.static_range(TAUS):
+        tau = tl.load(Telemetry + COVERED + TAUS + BINS + 1 + i).to(tl.float64, bitcast=True)
+        tl.atomic_add(Telemetry + COVERED + i, one, mask=counted & (wide <= tau), sem="relaxed")
+    entry = tl.ceil(wide * BINS).to(tl.int32)  # exact: 24 bits times 10
+    tl.atomic_add(Telemetry + COVERED + TAUS + entry, one, mask=counted, sem="relaxed")
+    place = tl.minimum(layer, PLACES - 1).to(tl.int64) * PLACES + tl.minimum(head, PLACES - 1)
+    packed = (meter.to(tl.int32, bitcast=True).to(tl.int64) << 32) + place
+    tl.atomic_max(Telemetry + WORST, packed, mask=counted, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["layer"])
 def _merge_kernel(
     Acc,
     Stats,
@@ -181,6 +208,8 @@ def _merge_kernel(
     Risk,
     ErrorBound,
     Compressed,
+    Telemetry,
+    layer,
     total,
     splits,
     known_splits,
@@ -205,6 +234,7 @@ def _merge_kernel(
     UP: tl.constexpr,
     LN2: tl.constexpr,
     LOG2E: tl.constexpr,
+    TAUS: tl.constexpr,
 ):
     """One row: the splits' sums under one maximum, then what :func:`witcert_kernels.state.finish` evaluates."""
     row = tl.program_id(0).to(tl.int64)
@@ -356,7 +386,12 @@ def _merge_kernel(
         out = tl.minimum(tl.maximum(out, -65504.0), 65504.0)
     tl.store(Out + row * DV + column, out.to(Out.dtype.element_ty), mask=column < DV)
     tl.store(Lse + row, tl.where(seen, lse, float("-inf")).to(tl.float32))
-    tl.store(Meter + row, _upper(meter))
+    reported = _upper(meter)
+    tl.store(Meter + row, reported)
+    if TAUS >= 0:
+        _count_cell(
+            Telemetry, reported, risk == float("inf"), error == float("inf"), layer, row % HEADS, count > 0, TAUS
+        )
     tl.store(Eform + row, _upper(eform))
     tl.store(Risk + row, _upper(risk))
     tl.store(ErrorBound + row, _upper(error))
@@ -376,6 +411,8 @@ def merge(
     cap: float,
     weight_error: float,
     known_slots: int = 0,
+    telemetry: Tensor | None = None,
+    layer: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Merge splits and evaluate. Returns out, lse, meter, eform, risk, value_error, compressed.
 
@@ -390,6 +427,7 @@ def merge(
         cap: the soft cap.
         weight_error: relative error of a weight, and of v̂, as they enter their product.
         known_slots: slots with a second set of sums, the first ones; the others hold exact tokens.
+        telemetry, layer: buffer of a :class:`witcert_kernels.Telemetry` that counts the cells, as of this layer.
     """
     (n, heads, _), (splits, _, d_v) = like.shape, acc.shape
     lse, meter, eform, risk, error = (like.new_empty(n, heads, dtype=torch.float32) for _ in range(5))
@@ -397,7 +435,7 @@ def merge(
     if n:
         _merge_kernel[(n * heads,)](
             acc, stats, bad if shift is None else shift, bad, bad if sinks is None else sinks, out, lse, meter,
-            eform, risk, error, compressed,
+            eform, risk, error, compressed, bad if telemetry is None else telemetry, min(layer, counting.PLACES),
             n * heads, splits, known_slots, float(tokens), (tile + 8) * rounding.U,
             (tile + tokens / tile + 2 * splits + 16) * 2.0**-53,
             rounding.TRITON_EXP_ERROR + cap * rounding.TRITON_TANH_ERROR,
@@ -407,7 +445,8 @@ def merge(
             SP=min(16, triton.next_power_of_2(splits)), KNOWN=known_slots > 0,
             HAS_SINKS=sinks is not None, ADD_SHIFT=shift is not None,
             UNDERFLOW=rounding.TRITON_UNDERFLOW, WIDE=rounding.WIDE, WIDE_ERROR=rounding.WIDE_ERROR,
-            UP=rounding.FLOAT_UP, LN2=math.log(2), LOG2E=math.log2(math.e), num_warps=1 if d_v <= 128 else 4,
+            UP=rounding.FLOAT_UP, LN2=math.log(2), LOG2E=math.log2(math.e),
+            TAUS=-1 if telemetry is None else counting.count_taus(telemetry), num_warps=1 if d_v <= 128 else 4,
         )  # fmt: skip
     return out, lse, meter, eform, risk, error, compressed
 
