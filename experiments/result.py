@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -16,11 +17,11 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Row:
-    """One number of the paper (None: it has none) beside ours, with a 95 % interval where ours is a sample's."""
+    """One number of the paper beside ours (None: there is none), with a 95 % interval where ours is a sample's."""
 
     quantity: str
     paper: float | int | None
-    ours: float | int
+    ours: float | int | None
     interval: tuple[float, float] | None = None
 
 
@@ -44,7 +45,8 @@ class Violations:
 
 @dataclass(frozen=True)
 class Result:
-    """An experiment's numbers; `differs` says why ours are not the paper's, `unit` what one sample is."""
+    """An experiment's numbers; `differs` says why ours are not the paper's, `unit` what one sample is, `points` what
+    the plot draws and no table shows."""
 
     name: str
     title: str
@@ -58,10 +60,12 @@ class Result:
     differs: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     quick: bool = False
+    points: dict[str, list[list[float]]] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The result and the versions that computed it."""
-        return json.dumps({**asdict(self), "versions": versions()}, indent=1, ensure_ascii=False) + "\n"
+        """The result and the versions that computed it; a list of numbers is one line."""
+        text = json.dumps({**asdict(self), "versions": versions()}, indent=1, ensure_ascii=False)
+        return re.sub(r"\[\s+([-+.\deE,\s]+?)\s+\]", lambda match: f"[{' '.join(match[1].split())}]", text) + "\n"
 
 
 def versions() -> dict[str, str]:
