@@ -21,6 +21,7 @@ from witcert_kernels import (
     ObservatoryPool,
     PackedPool,
     StoreLayout,
+    Telemetry,
 )
 from witcert_kernels.checks import check_range, check_tensor
 from witcert_kernels.layout import MODEL_DTYPES
@@ -31,7 +32,7 @@ from .chunk import Chunk
 from .configuration import CalibrationLike, layer_calibrations, windows
 from .gate import read_gated
 from .read import Read, read_once
-from .report import BudgetState, Bytes, Report, StepRecord, Telemetry, versions
+from .report import BudgetState, Bytes, History, Report, StepRecord, versions
 from .store import LayerStore
 
 HISTORY = 100_000
@@ -176,6 +177,7 @@ class WitCertCache(Cache):
         budget: failure budget of a dithered store; by default δ = 0.01 over as many steps as the model has positions.
         backing: keep exact keys and values too (16 or 32 bits); by default only for the gate.
         history: most cells that the report lists.
+        telemetry: counters on the model's device, of any number of caches, that this one's cells are added to.
         layout: options of :class:`StoreLayout` or :class:`ObservatoryLayout`, such as ``page_size``, ``group``,
             ``sketch``, ``witness_bands``, ``bypass``; by default what the calibration holds.
 
@@ -202,6 +204,7 @@ class WitCertCache(Cache):
         budget: Budget | None = None,
         backing: bool | None = None,
         history: int = HISTORY,
+        telemetry: Telemetry | None = None,
         **layout: Any,
     ) -> None:
         super().__init__(layers=[WitCertLayer(window) for window in windows(config)])
@@ -214,7 +217,9 @@ class WitCertCache(Cache):
         if tau is not None and backing is False:
             raise ValueError("backing: got False, wants True or None: the gate repairs from the backing store")
         check_range("history", history, 0, 2**62)
-        self.tau, self.history = tau, history
+        if telemetry is not None and not isinstance(telemetry, Telemetry):
+            raise TypeError(f"telemetry: got {type(telemetry).__name__}, wants a witcert_kernels.Telemetry")
+        self.tau, self.history, self.telemetry = tau, history, telemetry
         self._backing = tau is not None if backing is None else backing
         calibrations, chosen = layer_calibrations(calibration, config, len(self.layers))
         self._layout = self._complete(layout, chosen)
@@ -275,6 +280,8 @@ class WitCertCache(Cache):
         q, k, v = (chunk.tokens(x.to(dtype)) for x in (query, handle.k, handle.v))
         store = layer.store or self._new_store(index, k, v, batch)
         _check_read(store, q, k, v, sm_scale, logits_soft_cap, sinks)
+        if self.telemetry is not None and self.telemetry.device != q.device:
+            raise ValueError(f"telemetry: got device {self.telemetry.device}, wants {q.device}")
         before = list(store.lengths)
         self._begin(index, n, max((c for c, old in zip(chunk.counts, before, strict=True) if old), default=0))
         options: dict[str, Any] = {
@@ -388,8 +395,8 @@ class WitCertCache(Cache):
             scheme=self.scheme.name,
             tau=self.tau,
             gate=None if self.tau is None else "certified" if self.tau < 1 else "risk_ranked",
-            guarantee=self._telemetry.guarantee,
-            cells=self._telemetry.cells(),
+            guarantee=self._history.guarantee,
+            cells=self._history.cells(),
             pages=sum(store.pool.layout.kv_heads * sum(store.used_pages) for store in stores),
             pages_repaired=sum(store.repaired_pages for store in stores),
             bytes=Bytes(
@@ -403,12 +410,13 @@ class WitCertCache(Cache):
             if self.budget
             else None,
             versions=versions(),
-            **self._telemetry.totals(),  # type: ignore[arg-type]
+            **self._history.totals(),  # type: ignore[arg-type]
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WitCertCache:
-        """A copy that shares the observer and nothing else."""
-        memo[id(self.observer)] = self.observer
+        """A copy that shares the observer, the telemetry and nothing else."""
+        for shared in (self.observer, self.telemetry):
+            memo[id(shared)] = shared
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         for name, value in self.__dict__.items():
@@ -416,7 +424,7 @@ class WitCertCache(Cache):
         return new
 
     def _start(self) -> None:
-        self._telemetry = Telemetry(self.history)
+        self._history = History(self.history)
         self._seed = secrets.randbits(64)
         self._step = -1
 
@@ -500,10 +508,17 @@ class WitCertCache(Cache):
 
     def _read(self, index: int, read: Read) -> Tensor:
         """Read, gate decode rows, report."""
-        reading = read_once(read) if self.tau is None or not read.is_decode else read_gated(read, self.tau)
+        if self.tau is None or not read.is_decode:
+            reading = read_once(read, self.telemetry)
+        else:
+            reading = read_gated(read, self.tau)
+            if self.telemetry is not None:  # the cells after repair
+                last = reading.certificate
+                counted = reading.compressed_before
+                self.telemetry.add(last.meter, last.risk, last.value_error, counted, index)
         record = StepRecord(index, self._step, read, reading)
         if any(read.lengths):
-            self._telemetry.add(record)
+            self._history.add(record)
         if self.observer is not None:
             self.observer(record)
         return reading.out

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from witcert_kernels import Budget, Certificate, certified_decode
+from witcert_kernels import Budget, Certificate, Telemetry, certified_decode
 
 from .store import LayerStore
 from .transfer import to_device
@@ -57,7 +57,9 @@ class Read:
             (s, n + i) for s, n, count in zip(self.sequences, self.lengths, counts, strict=True) for i in range(count)
         ]
 
-    def run(self, *, return_shares: bool = False) -> tuple[Tensor, Tensor, Certificate]:
+    def run(
+        self, *, return_shares: bool = False, telemetry: Telemetry | None = None
+    ) -> tuple[Tensor, Tensor, Certificate]:
         """Call the op: ``out``, ``lse`` and the certificate, a row for each of ``q``."""
         store, device = self.store, self.q.device
         index = self._index()
@@ -76,6 +78,7 @@ class Read:
             window_left=self.window_left,
             budget=self.budget,
             return_shares=return_shares,
+            telemetry=telemetry,
         )
 
     def exact_pages(self) -> Tensor | None:
@@ -127,8 +130,8 @@ class Reading:
     repaired: Tensor
 
 
-def read_once(read: Read) -> Reading:
-    """Read without a gate."""
-    out, lse, certificate = read.run()
+def read_once(read: Read, telemetry: Telemetry | None = None) -> Reading:
+    """Read without a gate; ``telemetry`` counts the cells."""
+    out, lse, certificate = read.run(telemetry=telemetry)
     repaired = torch.zeros(len(read.q), read.store.pool.layout.kv_heads, dtype=torch.int64, device=read.q.device)
     return Reading(out, lse, certificate, certificate.meter, certificate.compressed, repaired)

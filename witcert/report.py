@@ -15,11 +15,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from witcert_kernels import Certificate, Guarantee
+from witcert_kernels import Certificate, Guarantee, Telemetry
+from witcert_kernels.telemetry import BINS
 
 from .read import Read, Reading
-
-BINS = 1000
 
 
 @dataclass(frozen=True)
@@ -227,8 +226,8 @@ class _Kept:
         ]
 
 
-class Telemetry:
-    """Running counts and the newest cells. Adding a step never synchronises host and device.
+class History:
+    """The newest cells, and counts of all. Adding a step never synchronises host and device.
 
     Args:
         history: most cells to keep.
@@ -239,9 +238,8 @@ class Telemetry:
         self.guarantee: Guarantee = "any_query"
         self._kept: deque[_Kept] = deque()
         self._size = 0
-        self._histogram: Tensor | None = None
-        self._counts: Tensor | None = None
-        self._max: Tensor | None = None
+        self._counts: Telemetry | None = None
+        self._repairs: Tensor | None = None
 
     def add(self, record: StepRecord) -> None:
         """Count a step's cells and keep them while they are among the newest."""
@@ -262,7 +260,14 @@ class Telemetry:
             compressed_before=reading.compressed_before,
             repaired=reading.repaired,
         )
-        self._count(kept)
+        if self._counts is None or self._repairs is None:
+            device = measures["meter"].device
+            self._counts = Telemetry((), device)
+            self._repairs = torch.zeros((), dtype=torch.int64, device=device)
+        self._counts.add(
+            measures["meter"], measures["risk"], measures["value_error"], reading.compressed_before, record.layer
+        )
+        self._repairs = self._repairs + reading.repaired.sum().to(self._repairs.device)
         self._kept.append(kept)
         self._size += len(kept)
         while self._kept and self._size - len(self._kept[0]) >= self.history:
@@ -275,34 +280,16 @@ class Telemetry:
 
     def totals(self) -> dict[str, int | float | list[int]]:
         """``cells_seen``, ``histogram``, ``max_meter``, ``non_finite`` and ``repairs`` over all steps."""
-        if self._histogram is None or self._counts is None or self._max is None:
+        if self._counts is None:
             return {"cells_seen": 0, "histogram": [0] * (BINS + 1), "max_meter": 0.0, "non_finite": 0, "repairs": 0}
-        histogram = self._histogram.tolist()
-        non_finite, repairs = self._counts.tolist()
+        counters = self._counts.read()
         return {
-            "cells_seen": sum(histogram),
-            "histogram": histogram,
-            "max_meter": float(self._max),
-            "non_finite": non_finite,
-            "repairs": repairs,
+            "cells_seen": counters.cells,
+            "histogram": list(counters.histogram),
+            "max_meter": counters.max_meter,
+            "non_finite": counters.non_finite,
+            "repairs": int(self._repairs) if self._repairs is not None else 0,
         }
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _count(self, kept: _Kept) -> None:
-        meter = kept.measures["meter"].to(torch.float64).nan_to_num(nan=1.0)
-        seen = kept.compressed_before > 0
-        if self._histogram is None:
-            self._histogram = torch.zeros(BINS + 1, dtype=torch.int64, device=meter.device)
-            self._counts = torch.zeros(2, dtype=torch.int64, device=meter.device)
-            self._max = torch.zeros((), dtype=torch.float64, device=meter.device)
-        assert self._counts is not None and self._max is not None
-        device = self._histogram.device
-        entry = (meter * BINS).ceil().clamp(0, BINS).to(torch.int64)
-        self._histogram.index_add_(0, entry.flatten().to(device), seen.flatten().to(device, torch.int64))
-        lost = (seen & ~kept.measures["risk"].isfinite()).sum()
-        self._counts += torch.stack([lost, kept.repaired.sum()]).to(device)
-        self._max = torch.maximum(self._max, meter.masked_fill(~seen, 0.0).amax().to(device))
 
 
 def versions() -> dict[str, str]:

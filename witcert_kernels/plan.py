@@ -76,7 +76,8 @@ class Plan:
 
             self.splits = splits or splits_of(self)
             nbytes = nbytes_of(self)
-        self.workspace = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):
+            self.workspace = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def check(self, pool: PackedPool | ObservatoryPool, q: Tensor, page_table: Tensor, **given: Any) -> None:
         """Raise unless the plan has room for a call.

@@ -69,6 +69,7 @@ class Telemetry:
         ValueError: a τ out of range.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, taus: Sequence[float] = (0.1, 0.2), device: torch.device | str = "cpu") -> None:
         self.taus = tuple(float(tau) for tau in taus)
         for tau in self.taus:

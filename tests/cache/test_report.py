@@ -129,7 +129,7 @@ def test_a_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     forward("llama", {"input_ids": torch.full((2, 1), 5), "attention_mask": _mask()}, cache)
     for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, lambda *args, **kwargs: pytest.fail("a host synchronisation"))
-    cache._telemetry.add(kept[0])  # type: ignore[arg-type]
+    cache._history.add(kept[0])  # type: ignore[arg-type]
 
 
 def _mask() -> torch.Tensor:

@@ -39,7 +39,7 @@ if not torch.cuda.is_available():
 
 _OFFERS = frozenset({
     "groups", "witness", "sketch", "equaliser", "bypass", "dither", "value_error", "risk", "splits", "extend", "sinks",
-    "soft_cap", "window", "bias", "repair", "page_reuse", "reorder", "observatory", "refusals",
+    "soft_cap", "window", "bias", "repair", "page_reuse", "reorder", "observatory", "refusals", "telemetry",
 })  # fmt: skip
 
 
@@ -83,7 +83,7 @@ class _Store:
     k: Tensor  # the backing store: every slot's exact key and value
     v: Tensor
     exact: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    counter: Any = None
+    telemetry: wk.Telemetry | None = None
 
 
 def _numpy(x: Tensor) -> Array:
@@ -213,14 +213,9 @@ class Kernels:
         }
 
     def decode(self, store: _Store, read: Read) -> Decoded:
-        arguments = self._arguments(store, read)
+        store.telemetry = store.telemetry or wk.Telemetry(device=self.device)
         with self._on():
-            out, lse, cert = wk.certified_decode(**arguments)
-        if read.qo_indptr is None and "telemetry" in self.info.offers:
-            from .package import Counter
-
-            store.counter = store.counter or Counter()
-            store.counter.add(store, arguments["q"], read.seq_lens.tolist(), cert)
+            out, lse, cert = wk.certified_decode(**self._arguments(store, read), telemetry=store.telemetry)
         return self._report(out, lse, cert)
 
     def _report(self, out: Tensor, lse: Tensor, cert: wk.Certificate) -> Decoded:
@@ -280,7 +275,9 @@ class Kernels:
         return fit_equaliser(keys, layout)
 
     def telemetry(self, store: _Store) -> Counts:
-        return store.counter.counts()
+        assert store.telemetry is not None
+        counters = store.telemetry.read()
+        return Counts(cells=counters.cells, nonfinite=counters.non_finite, max_meter=counters.max_meter)
 
     def free(self, store: _Store, pages: Ints) -> None:
         store.pool.v_norm[self._tensor(pages, torch.int64)] = 0

@@ -1,4 +1,4 @@
-"""The groups that ``witcert`` itself keeps for the kernels: the gate, the fit, telemetry."""
+"""The groups that ``witcert`` itself keeps for the kernels: the gate and the fit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from witcert.calibration import fit
 from witcert.capture import Captured, CapturedLayer, CaptureMetadata
 from witcert.gate import read_gated
 from witcert.read import Read, Reading
-from witcert.report import StepRecord, Telemetry
-from witcert_kernels import Certificate
 
-from ..adapter import Array, Counts, Layout
+from ..adapter import Array, Layout
 
-OFFERS = frozenset({"gate", "fit", "telemetry"})
+OFFERS = frozenset({"gate", "fit"})
 
 
 class GatedStore:
@@ -51,22 +49,3 @@ def fit_equaliser(keys: Array, layout: Layout) -> tuple[Array, Array]:
     )
     (layer,) = fit(captured, directions=0)
     return layer.mu.double().numpy(), layer.f.double().numpy()
-
-
-class Counter:
-    """``witcert``'s telemetry over the decodes of one store."""
-
-    def __init__(self) -> None:
-        self.telemetry = Telemetry(history=1)
-
-    def add(self, store: Any, q: Tensor, lengths: list[int], certificate: Certificate) -> None:
-        """Count one read of one row a sequence."""
-        read = Read(store, range(len(q)), lengths, q)
-        none = torch.zeros(len(q), store.pool.layout.kv_heads, dtype=torch.int64)
-        reading = Reading(q, q, certificate, certificate.meter, certificate.compressed, none)
-        self.telemetry.add(StepRecord(layer=0, step=0, read=read, reading=reading))
-
-    def counts(self) -> Counts:
-        """So far."""
-        totals: dict[str, Any] = self.telemetry.totals()
-        return Counts(cells=totals["cells_seen"], nonfinite=totals["non_finite"], max_meter=totals["max_meter"])
