@@ -21,7 +21,7 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
-	$(BIN)/python -m pytest conformance -n 2 --impl ref --impl torch-cpu
+	$(BIN)/python -m pytest conformance -n 2 --impl ref --impl torch-cpu --impl numba-cpu
 	$(BIN)/python -m pytest conformance -n 2 --impl triton-interpret --profile quick
 
 lint: install
@@ -39,5 +39,5 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch
-	$(PIP_INSTALL) -e '.[demo,gpu,dev]'
+	$(PIP_INSTALL) -e '.[cpu,demo,gpu,dev]'
 	touch $@

@@ -306,7 +306,10 @@ def schemes() -> None:
 @app.command()
 def conformance(
     impl: Annotated[
-        str, typer.Option("--impl", help="ref, torch-cpu, triton-interpret, triton-cuda or package.module:Adapter.")
+        str,
+        typer.Option(
+            "--impl", help="ref, torch-cpu, numba-cpu, triton-interpret, triton-cuda or package.module:Adapter."
+        ),
     ],
     profile: Annotated[str, typer.Option("--profile", help="quick, ci or release.")] = "ci",
     seed: Annotated[int, typer.Option("--seed", help="Seed of all draws.")] = 0,

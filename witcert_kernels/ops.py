@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from functools import cache
+from importlib import util
 from typing import Any, Literal
 
 import torch
@@ -43,6 +46,16 @@ class Certificate:
     compressed: Tensor
     shares: Tensor
     guarantee: Guarantee
+
+
+def use_numba(device: torch.device) -> bool:
+    """CPU tensors run what numba compiled where it is installed, but not under ``WITCERT_BACKEND=torch``."""
+    return device.type == "cpu" and os.environ.get("WITCERT_BACKEND") != "torch" and _has_numba()
+
+
+@cache
+def _has_numba() -> bool:
+    return util.find_spec("numba") is not None
 
 
 @torch.library.custom_op(
@@ -203,8 +216,20 @@ def _decode_packed(
             **options,
         )
     packed = reader.PackedReader(tensors, scalars)
-    with full_precision(q.device):
-        outputs = reader.decode(common[0], packed, *common[1:], **options)
+
+    def read() -> tuple[Tensor, ...]:
+        with full_precision(q.device):
+            return reader.decode(common[0], packed, *common[1:], **options)
+
+    plain = k_new is None and sinks is None and bias is None and cap == 0 and splits <= 1
+    if not plain or not use_numba(q.device) or (exact_pages is not None and bool((exact_pages >= 0).any())):
+        return _counted(read(), telemetry, layer)
+    from . import fused
+
+    outputs = fused.decode(
+        q, packed, page_table, seq_lens, qo_indptr, read,
+        causal=causal, sm_scale=sm_scale, window_left=window_left, delta_local=delta_local, want_shares=want_shares,
+    )  # fmt: skip
     return _counted(outputs, telemetry, layer)
 
 

@@ -470,7 +470,7 @@ def decode(
             sm_scale=sm_scale,
             cap=cap,
             with_shift=mixed,
-            log_term=_log_term(length, delta_local),
+            log_term=log_term(length, delta_local),
             want_shares=want_shares,
         )
         for first in range(bounds[b], bounds[b + 1], ROWS):
@@ -527,7 +527,7 @@ def decode(
     return (out, *f32, report[5].to(torch.int32), shares)
 
 
-def _log_term(length: int, delta_local: float) -> float:
+def log_term(length: int, delta_local: float) -> float:
     """``log(2 S / δ)`` rounded up, 0 when no radius is on offer."""
     if delta_local <= 0 or length == 0:
         return 0.0

@@ -1,0 +1,165 @@
+"""The compiled decode against the reader, whose formulas it repeats, and the arithmetic that it brings along."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from witcert_kernels import Budget, StoreLayout, certified_decode, fused, quantize_, reader, rounding
+from witcert_ref import bounds
+
+from .oracle import Case, exact_logits, make_case, softmax, stored_logits
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sketch": {"sketch": 4},
+    "witness": {"sketch": 2, "witness_bands": 4},
+    "bypass": {"bypass": 3, "sketch": 1},
+    "dither": {"dither": True, "dither_period": 16},
+    "everything": {"dither": True, "dither_period": 1, "bypass": 1, "sketch": 2, "witness_bands": 3},
+    "interleaved": {"sketch": 2, "witness_bands": 4, "bypass": 2, "rope_layout": "interleaved"},
+}
+
+
+def query(case: Case, rows: int, scale: float = 1.0) -> torch.Tensor:
+    layout = case.pool.layout
+    g = torch.Generator().manual_seed(rows)
+    return (scale * torch.randn(rows, case.heads, layout.head_dim, generator=g)).to(layout.dtype)
+
+
+def both(monkeypatch: pytest.MonkeyPatch, case: Case, q: torch.Tensor, **more: Any) -> list[Any]:
+    """The call, compiled and by the reader; the compiled one must not have asked the reader."""
+    arguments = (q, case.pool, case.page_table, case.seq_lens)
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "decode", None)
+        mine = certified_decode(*arguments, **more)
+    monkeypatch.setenv("WITCERT_BACKEND", "torch")
+    its = certified_decode(*arguments, **more)
+    monkeypatch.delenv("WITCERT_BACKEND")
+    return [mine, its]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_agrees_with_the_reader_and_is_sound(monkeypatch: pytest.MonkeyPatch, name: str, page_size: int) -> None:
+    case = make_case(3, StoreLayout(2, 64, 48, page_size=page_size, **LAYOUTS[name]), [1, 70, 0, 200], heads=6)
+    q = query(case, 4)
+    budget = Budget(1e-2, 30, 6, 100) if "dither" in LAYOUTS[name] else None
+    (out, lse, cert), (out2, lse2, cert2) = both(monkeypatch, case, q, budget=budget, return_shares=True)
+    torch.testing.assert_close(out, out2, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, lse2, rtol=1e-6, atol=1e-5)
+    for field in ("meter", "eform", "risk", "value_error", "shares"):
+        torch.testing.assert_close(getattr(cert, field), getattr(cert2, field), rtol=1e-4, atol=1e-6)
+    assert torch.equal(cert.compressed, cert2.compressed) and cert.guarantee == cert2.guarantee
+    plain = certified_decode(q, case.pool, case.page_table, case.seq_lens)[2]
+    for b in (0, 1, 3):
+        x, y = (f(case, b, q[b], 0.125) for f in (exact_logits, stored_logits))
+        for head in range(6):
+            least = bounds.worst_case_relaxed(softmax(y[head]), np.abs(x[head] - y[head]))
+            assert float(plain.meter[b, head]) >= least
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [-1, 0, 20])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_of_the_store(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, window: int, causal: bool) -> None:
+    case = make_case(4, StoreLayout(3, 64, 64, page_size=16, sketch=1, bypass=1, dtype=dtype), [40, 130], heads=6)
+    more = {"qo_indptr": torch.tensor([0, 5, 12], dtype=torch.int32), "causal": causal, "window_left": window}
+    (out, lse, cert), (out2, lse2, cert2) = both(monkeypatch, case, query(case, 12), **more)
+    torch.testing.assert_close(out, out2, rtol=2e-2, atol=1e-4)
+    torch.testing.assert_close(lse, lse2, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(cert.meter, cert2.meter, rtol=1e-4, atol=1e-6)
+    assert torch.equal(cert.compressed, cert2.compressed)
+
+
+@pytest.mark.parametrize("scale", [30.0, 100.0, 3000.0])
+def test_a_large_c_is_as_tight_as_the_readers(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
+    case = make_case(5, StoreLayout(1, 64, 64), [90], heads=2)
+    q = query(case, 1, scale)
+    arguments = (q, case.pool, case.page_table, case.seq_lens)
+    cert = certified_decode(*arguments)[2]
+    monkeypatch.setenv("WITCERT_BACKEND", "torch")
+    other = certified_decode(*arguments)[2]
+    for field in ("meter", "eform", "risk"):
+        torch.testing.assert_close(getattr(cert, field), getattr(other, field), rtol=1e-4, atol=1e-6)
+
+
+def test_only_rows_that_are_not_finite_are_left_to_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(6, StoreLayout(2, 64, 64, page_size=16, sketch=1), [60, 60], heads=4)
+    q = query(case, 2)
+    clean, _ = both(monkeypatch, case, q)
+    k = case.keys[0][7:8].clone()
+    k[0, 1, 5] = math.nan
+    quantize_(k, case.values[0][7:8], case.pool, case.page_table[0, 0].long()[None] * 16 + 7)
+    found = certified_decode(q, case.pool, case.page_table, case.seq_lens)
+    monkeypatch.setenv("WITCERT_BACKEND", "torch")
+    left = certified_decode(q, case.pool, case.page_table, case.seq_lens)
+    for at, source in (((0, slice(2, 4)), left), ((0, slice(0, 2)), clean), ((1, slice(0, 4)), clean)):
+        assert torch.equal(found[0][at], source[0][at]) and torch.equal(found[1][at], source[1][at])
+        assert torch.equal(found[2].meter[at], source[2].meter[at])
+    assert bool((found[2].meter[0, 2:] == 1).all())
+
+
+def test_a_value_that_is_not_finite_reaches_only_the_value_error() -> None:
+    case = make_case(6, StoreLayout(2, 64, 64, page_size=16, sketch=1), [60, 60], heads=4)
+    arguments = (query(case, 2), case.pool, case.page_table, case.seq_lens)
+    clean = certified_decode(*arguments)
+    v = case.values[0][7:8].clone()
+    v[0, 1, 5] = math.inf
+    quantize_(case.keys[0][7:8], v, case.pool, case.page_table[0, 0].long()[None] * 16 + 7)
+    out, _, cert = certified_decode(*arguments)
+    assert torch.equal(cert.meter, clean[2].meter) and bool(out.isfinite().all())
+    assert bool((cert.value_error[0, 2:] == math.inf).all()) and torch.equal(
+        cert.value_error[1], clean[2].value_error[1]
+    )
+    assert torch.equal(out[1], clean[0][1]) and torch.equal(out[0, :2], clean[0][0, :2])
+
+
+def test_asking_for_shares_changes_nothing_else() -> None:
+    case = make_case(8, StoreLayout(2, 64, 64, page_size=16), [100], heads=4)
+    arguments = (query(case, 1), case.pool, case.page_table, case.seq_lens)
+    without, cert = certified_decode(*arguments), certified_decode(*arguments, return_shares=True)[2]
+    assert torch.equal(without[2].meter, cert.meter)
+    most = cert.risk[0].expm1().view(2, 2).amax(-1)
+    assert bool((cert.shares[0].sum(-1) >= most * (1 - 1e-5)).all())
+
+
+@pytest.mark.parametrize("name", ["EXP_ERROR", "UNDERFLOW", "MOMENT_REL", "STEP_WIDEN"])
+def test_the_budget_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Compiled code is kept on disk: a constant baked into it would outlive its change."""
+    case = make_case(7, StoreLayout(1, 64, 64), [50], heads=2)
+    arguments = (query(case, 1), case.pool, case.page_table, case.seq_lens)
+    before = certified_decode(*arguments)[2].eform
+    monkeypatch.setattr(rounding, name, 1.5 if name == "STEP_WIDEN" else 1e-2)
+    assert bool((certified_decode(*arguments)[2].eform > before).all())
+
+
+def test_exp_is_exact_enough_for_the_budget() -> None:
+    x = np.concatenate([np.linspace(-700, 300, 100_001), np.geomspace(1e-300, 1, 1000)])
+    for value in x:
+        e, s = fused.exp_parts(value)
+        assert abs(s + s * e - math.exp(value)) <= 2.0**-50 * math.exp(value)
+        if value >= 0:
+            assert abs(s * e + (s - 1) - math.expm1(value)) <= 2.0**-50 * math.expm1(value)
+
+
+def test_all_halves_are_read_exactly() -> None:
+    bits = np.arange(0x7C00, dtype=np.int16)
+    out = np.empty(len(bits), np.float32)
+    fused.load_halves(bits[:, None, None], np.arange(len(bits)), 0, out)
+    np.testing.assert_array_equal(out, bits.view(np.float16).astype(np.float32))
+    for bad in (np.inf, np.nan):
+        one = np.array([1, bad], np.float16).view(np.int16)
+        fused.load_halves(one[:, None, None], np.arange(2), 0, out[:2])
+        assert out[0] == 1 and out[1] == np.inf
+
+
+def test_rounding_up() -> None:
+    x = np.abs(np.random.default_rng(0).standard_normal(1000)) * np.geomspace(1e-44, 1e38, 1000)
+    y = np.array([fused.up(value) for value in [0.0, *x]])
+    assert (y[1:] >= x).all() and y[0] == 0
+    assert (y[1:] <= np.nextafter(x.astype(np.float32), np.float32(np.inf))).all()

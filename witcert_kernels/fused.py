@@ -1,0 +1,526 @@
+"""The packed store's decode in one pass over the codes, compiled by numba: the reader's plain calls, faster.
+
+A call is plain where few query rows attend to nothing but stored tokens with one scale each: no soft cap, bias, sinks,
+exact pages or own chunk. The formulas are those of :mod:`witcert_kernels.reader`, so is the error budget; products with
+codes are float32, everything else is float64. Rows with numbers that are not finite are left to the reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from . import rounding
+from .philox import GRID_STEP, dither
+from .reader import PackedReader, log_term
+
+MAX_ROWS = 32  # query rows times heads a kv head; with more a matrix product is faster
+LANES = 4  # of them share a pass over the codes
+NEAR = 64  # tokens whose codes are read for all kv heads in turn
+BLOCK = 1024  # tokens whose weighted values are added in float32
+C_MAX = 300.0  # e^2c stays finite
+HALF, ZETA, SKETCH, SHIFT, COEFFICIENTS = range(5)
+
+
+class Constants(NamedTuple):
+    """Of the error budget, see :mod:`witcert_kernels.rounding`.
+
+    An argument of what is compiled: as globals they would be baked into numba's cache, which sees no other file change.
+    """
+
+    u: float
+    u64: float
+    step_widen: float
+    delta_widen: float
+    float_up: float
+    code_max: float
+    dot_extra: int
+    logit_adds: int
+    exp_error: float
+    moment_rel: float
+    underflow: float
+    grid_step: float
+
+
+def _constants() -> Constants:
+    named = {name: getattr(rounding, name.upper()) for name in Constants._fields if name != "grid_step"}
+    return Constants(**named, grid_step=GRID_STEP)
+
+
+ANY_ORDER = {"reassoc", "contract", "nsz"}  # the budget allows it; NaN and Inf keep their meaning
+
+
+def _jit(flags: set[str] = ANY_ORDER) -> Callable[[Any], Any]:
+    """Compile when first called, with these of LLVM's liberties."""
+
+    def compiled(function: Any) -> Any:
+        options: dict[str, Any] = {"fastmath": flags, "nogil": True}
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:  # no folder to keep compiled code in
+            return njit(**options)(function)
+
+    return compiled
+
+
+@_jit({"contract"})
+def exp_parts(x):  # type: ignore[no-untyped-def]
+    """``(e, s)`` with e^x = s + s·e, s a power of two and \\|e\\| < 0.42, for \\|x\\| <= 700."""
+    n = np.floor(x * 1.4426950408889634 + 0.5)
+    r = (x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10
+    y = 1 / 6227020800.0
+    y = y * r + 1 / 479001600.0
+    y = y * r + 1 / 39916800.0
+    y = y * r + 1 / 3628800.0
+    y = y * r + 1 / 362880.0
+    y = y * r + 1 / 40320.0
+    y = y * r + 1 / 5040.0
+    y = y * r + 1 / 720.0
+    y = y * r + 1 / 120.0
+    y = y * r + 1 / 24.0
+    y = y * r + 1 / 6.0
+    y = y * r + 0.5
+    return r + r * r * y, np.int64((np.int64(n) + 1023) << 52).view(np.float64)
+
+
+@_jit()
+def largest_bits(x):  # type: ignore[no-untyped-def]
+    """Bits of the largest \\|x\\|; bits order as the numbers do, those of Inf and NaN above all others."""
+    top = np.int32(0)
+    for t in range(x.shape[0]):
+        top = max(top, np.float32(x[t]).view(np.int32) & np.int32(0x7FFFFFFF))
+    return top
+
+
+@_jit(ANY_ORDER | {"nnan"})
+def extremes(x):  # type: ignore[no-untyped-def]
+    """Smallest and largest of finite numbers."""
+    low, high = x[0], x[0]
+    for t in range(x.shape[0]):
+        low, high = min(low, x[t]), max(high, x[t])
+    return low, high
+
+
+@_jit()
+def load_halves(bits, slots, kv_head, out):  # type: ignore[no-untyped-def]
+    """Some slots' fp16 numbers, not negative, given as int16; Inf and NaN become Inf."""
+    for t in range(slots.shape[0]):
+        half = np.int32(bits[slots[t], kv_head, 0])
+        subnormal = np.float32(half) * np.float32(2.0**-24)
+        normal = np.int32((half << 13) + (112 << 23)).view(np.float32)
+        out[t] = np.float32(np.inf) if half >= 0x7C00 else subnormal if half < 1024 else normal
+
+
+@_jit()
+def take_lost(scale):  # type: ignore[no-untyped-def]
+    """Replace Inf by 0; returns where it was."""
+    lost = np.nonzero(scale == np.float32(np.inf))[0]
+    scale[lost] = 0
+    return lost
+
+
+@_jit()
+def any_within(numbers, low, high):  # type: ignore[no-untyped-def]
+    """Whether one is in low … high."""
+    return ((numbers >= low) & (numbers < high)).any()
+
+
+@_jit()
+def dots(z, codes, slots, kv_head, x):  # type: ignore[no-untyped-def]
+    """z ``[LANES, d]`` times the codes of some slots: x ``[LANES, tokens]``."""
+    z0, z1, z2, z3 = z[0], z[1], z[2], z[3]
+    for t in range(slots.shape[0]):
+        code = codes[slots[t], kv_head]
+        s0 = s1 = s2 = s3 = np.float32(0)
+        for j in range(z.shape[1]):
+            value = np.float32(code[j])
+            s0 += z0[j] * value
+            s1 += z1[j] * value
+            s2 += z2[j] * value
+            s3 += z3[j] * value
+        x[0, t], x[1, t], x[2, t], x[3, t] = s0, s1, s2, s3
+
+
+@_jit()
+def subtract_dither(z, xi, kv_head, period, start, x):  # type: ignore[no-untyped-def]
+    """Take Σ_j z_j ξ_j, one number a period, off the products of the tokens from ``start`` on."""
+    for n in range(xi.shape[0]):
+        inner = 0.0
+        for j in range(z.shape[0]):
+            inner += np.float64(z[j]) * np.float64(xi[n, kv_head, j])
+        begin = (start // period + n) * period - start
+        for t in range(max(begin, 0), min(begin + period, x.shape[0])):
+            x[t] -= np.float32(inner)
+
+
+@_jit()
+def add_values(weights, codes, slots, kv_head, acc):  # type: ignore[no-untyped-def]
+    """Add Σ weight·code of some slots, weights ``[lanes, tokens]``, to float32 acc ``[lanes, d_v]``."""
+    lanes, width = acc.shape
+    fours = slots.shape[0] - slots.shape[0] % 4
+    for t in range(0, fours, 4):
+        v0, v1 = codes[slots[t], kv_head], codes[slots[t + 1], kv_head]
+        v2, v3 = codes[slots[t + 2], kv_head], codes[slots[t + 3], kv_head]
+        for i in range(lanes):
+            w0, w1, w2, w3 = weights[i, t], weights[i, t + 1], weights[i, t + 2], weights[i, t + 3]
+            for j in range(width):
+                first = w0 * np.float32(v0[j]) + w1 * np.float32(v1[j])
+                acc[i, j] += first + (w2 * np.float32(v2[j]) + w3 * np.float32(v3[j]))
+    for t in range(fours, slots.shape[0]):
+        v0 = codes[slots[t], kv_head]
+        for i in range(lanes):
+            for j in range(width):
+                acc[i, j] += weights[i, t] * np.float32(v0[j])
+
+
+@_jit()
+def add_shares(x, top, c, l, first, page_size, shares):  # type: ignore[no-untyped-def] # noqa: E741
+    """Raise shares ``[pages]`` to each page's part of a1 / l, for logits x of the tokens from ``first`` on."""
+    begin = 0
+    while begin < x.shape[0]:
+        page = (first + begin) // page_size
+        end = min((page + 1) * page_size - first, x.shape[0])
+        total = 0.0
+        for t in range(begin, end):
+            e, s = exp_parts(max(np.float64(x[t]) - top, -700.0))
+            e2, s2 = exp_parts(c[t])
+            total += (s + s * e) * (s2 * e2 + (s2 - 1.0))
+        shares[page] = max(shares[page], np.float32(total / l))
+        begin = end
+
+
+@_jit()
+def moments(x, top, c, v_scale, weights):  # type: ignore[no-untyped-def]
+    """l, a1 and a2 relative to ``top``, and Σ e^(x − top) s_v; writes its terms."""
+    l = a1 = a2 = rho = 0.0  # noqa: E741
+    for t in range(x.shape[0]):
+        e, s = exp_parts(max(np.float64(x[t]) - top, -700.0))
+        p = s + s * e
+        e, s = exp_parts(c[t])
+        rise = s * e + (s - 1.0)
+        excess = p * rise
+        l += p  # noqa: E741
+        a1 += excess
+        a2 += excess * rise
+        weight = p * v_scale[t]
+        rho += weight
+        weights[t] = np.float32(weight)
+    return l, a1, a2, rho
+
+
+@_jit()
+def prepare(q, mu, f, u, channels, band, log_term, sm_scale, const, z, coefficients, a_unit, witness, kept):  # type: ignore[no-untyped-def]
+    """One query row's coefficients, see :class:`witcert_kernels.query.PackedQuery`; returns whether all are finite.
+
+    Writes z ``[d]``; the bound without a witness, ζ and the sketch's error per step, and sm_scale·q·μ to
+    ``coefficients``; a_unit ``[r]``; witness ``[bands]`` per byte and step; kept ``[2 m]``.
+    """
+    d, r, bands = q.shape[0], u.shape[0], witness.shape[0]
+    w = np.empty(d)
+    shift = total = a_abs = absolute = square = 0.0
+    for j in range(d):
+        shift += q[j] * mu[j]
+        w[j] = q[j] * f[j]
+    for i in range(channels.shape[0]):
+        w[channels[i]] = 0.0
+        kept[i] = sm_scale * q[channels[i]]
+    for j in range(d):
+        total += abs(w[j])
+        z[j] = np.float32(sm_scale * w[j])
+    a = np.empty(r)
+    for i in range(r):
+        inner = size = 0.0
+        for j in range(d):
+            inner += w[j] * u[i, j]
+            size += abs(u[i, j])
+        a[i] = np.float64(np.float32(inner))
+        a_abs += abs(a[i]) * size / 254
+        a_unit[i] = np.float32(sm_scale * a[i] * size / 254)
+    for i in range(r):
+        for j in range(d):
+            w[j] -= a[i] * u[i, j]
+    for i in range(channels.shape[0]):
+        w[channels[i]] = 0.0
+    for j in range(d):
+        absolute += abs(w[j])
+        square += w[j] * w[j]
+    if bands:
+        channels_of = np.zeros(bands)
+        witness[:] = 0
+        for j in range(d):
+            witness[band[j]] += w[j] * w[j]
+            channels_of[band[j]] += 1
+        for b in range(bands):
+            norm = np.sqrt(witness[b] * channels_of[b]) * (1 + 2 * (bands + 8) * const.u)
+            witness[b] = sm_scale / 508 * norm * const.float_up
+    widened = sm_scale * const.step_widen * (1 + 9 * const.u)
+    half = widened / 2 * absolute
+    if log_term > 0:
+        half = min(half, widened * np.sqrt(square / 6 * log_term) + half * const.grid_step)
+    magnitude = sm_scale * (const.code_max * total + 127 * a_abs)
+    coefficients[HALF] = half * const.float_up
+    coefficients[ZETA] = magnitude * (d + r + 1 + const.dot_extra) * const.u * (1 + 2.0**-10) * const.float_up
+    coefficients[SKETCH] = sm_scale * const.delta_widen / 2 * a_abs * const.float_up
+    coefficients[SHIFT] = sm_scale * shift
+    return magnitude < 1e30
+
+
+@_jit()
+def up(x):  # type: ignore[no-untyped-def]
+    """Not negative, from float64 to float32, towards +Inf."""
+    y = np.float32(x)
+    return np.int32(y.view(np.int32) + 1).view(np.float32) if np.float64(y) < x else y
+
+
+@_jit()
+def meter_of(l, a1, a2, c_max, zeta_max, tokens, const):  # type: ignore[no-untyped-def] # noqa: E741
+    """Meter and e-form, see :meth:`witcert_kernels.state.Moments.meter` and :func:`witcert_kernels.state.finish`."""
+    small = tokens * const.underflow
+    absolute = small * np.exp(2 * min(c_max, 20.0)) / l
+    a1_up, a2_up = a1 / l * (1 + const.moment_rel) + absolute, a2 / l * (1 + const.moment_rel) + absolute
+    a1_low = max(a1 / l * (1 - const.moment_rel) - absolute, 0.0)
+    total = 1 + a1_up
+    phi = a1_up / total if total <= 2 else 1 / (1 + 4 / (total * total))
+    sharp = (a1_up + np.sqrt(max(a2_up - a1_low * a1_low, 0.0)) / 2) / (total + 1)
+    bound = min(phi, np.tanh(c_max / 2), sharp) + np.tanh(zeta_max / 2) + small
+    return min(bound * (1 + 2.0**-20), 1.0), a1_up + a1_up * a1_up / 2
+
+
+@_jit()
+def read_row(  # type: ignore[no-untyped-def]
+    x, s_k, s_v, slots, kv_head, coefficients, a_unit, of_byte, kept, sketch, witness, bypass, first,
+    page_size, tokens, const, c, shares, weights, report,
+):  # fmt: skip
+    """One query row over the tokens from ``first`` on, whose dot products x become weights e^(x − m) s_v.
+
+    Raises shares ``[pages]``, or none, to the pages' parts of A − 1. Returns l, or 0 where something is not finite.
+    report ``[5]``: lse, meter, e-form, risk, Σ p s_v.
+    """
+    half, zeta = coefficients[HALF], coefficients[ZETA]
+    for i in range(a_unit.shape[0]):
+        for t in range(x.shape[0]):
+            x[t] -= a_unit[i] * np.float32(sketch[slots[t], kv_head, i])
+    for t in range(x.shape[0]):
+        x[t] *= s_k[t]
+    common = 0.0
+    if kept.shape[0]:
+        for t in range(x.shape[0]):
+            extra = size = 0.0
+            for i in range(kept.shape[0]):
+                extra += kept[i] * bypass[t, kv_head, i]
+                size += abs(kept[i] * bypass[t, kv_head, i])
+            x[t] = np.float32(np.float64(x[t]) + extra)
+            common = max(common, size)
+        common *= (kept.shape[0] + 4) * const.u64 * const.float_up
+    bits = largest_bits(x)
+    if bits >= np.int32(0x7F800000):
+        return 0.0
+    low, top = extremes(x)
+    size, spread = np.float64(np.int32(bits).view(np.float32)), min(np.float64(top) - np.float64(low), 104.0)
+    common += (const.u * (const.logit_adds * size + spread) + const.exp_error) * (1 + 2.0**-10)
+    for t in range(x.shape[0]):
+        c[t] = half
+    if of_byte.shape[0]:
+        for t in range(x.shape[0]):
+            other = 0.0
+            for b in range(of_byte.shape[0]):
+                other += of_byte[b] * np.float64(witness[slots[t], kv_head, b])
+            c[t] = min(half, other)
+    for t in range(x.shape[0]):
+        c[t] = ((c[t] + zeta + coefficients[SKETCH]) * s_k[t] + common) * const.float_up
+    c_max = extremes(c)[1]
+    if c_max > C_MAX:
+        return 0.0
+    l, a1, a2, rho = moments(x, np.float64(top), c, s_v, weights)  # noqa: E741
+    if shares.shape[0]:
+        add_shares(x, np.float64(top), c, l, first, page_size, shares)
+    x[:] = weights
+    report[0] = np.float64(top) + np.log(l) + coefficients[SHIFT]
+    report[1], report[2] = meter_of(l, a1, a2, c_max, zeta * extremes(s_k)[1] + common, tokens, const)
+    report[3] = np.log1p(a1 / l) * (1 + 2.0**-20)
+    report[4] = rho / l
+    return l
+
+
+@_jit()
+def value_error_of(meter, rho, norm, tokens, width, out_error, out_floor, const):  # type: ignore[no-untyped-def]
+    """See :func:`witcert_kernels.state.finish`; rho is Σ p s_v."""
+    unit = np.sqrt(width) / 2 * const.step_widen * const.float_up
+    summed = (BLOCK + 16) * const.u
+    error = 2 * meter * norm + rho * unit * (1 + summed) + (summed + const.underflow * tokens) * norm
+    return (error + out_error * (norm + error) + out_floor * np.sqrt(width)) * (1 + 2.0**-20)
+
+
+@_jit()
+def read_sequence(  # type: ignore[no-untyped-def]
+    q, low, high, page_row, page_size, mu, f, u, channels, band, k_codes, k_scale, sketch, witness, bypass, v_codes,
+    v_scale, v_norm, xi, period, log_term, sm_scale, const, out_error, out_floor, limit, out, report, compressed,
+    shares, unread,
+):  # fmt: skip
+    """Query rows ``[rows, heads, d]`` of one sequence, row i over its tokens low[i] … high[i].
+
+    ``bypass`` is that of the tokens from min(low) on, xi ``[periods, kv_heads, d]`` their dither (no periods: none).
+    A row that is not finite becomes True in unread ``[rows, heads]``.
+    """
+    rows, heads, d = q.shape
+    kv_heads, width = k_codes.shape[1], v_codes.shape[2]
+    per_head = heads // kv_heads
+    start, tokens = low.min(), high.max() - low.min()
+    slots = np.empty(tokens, np.int64)
+    for t in range(tokens):
+        slots[t] = np.int64(page_row[(start + t) // page_size]) * page_size + (start + t) % page_size
+    lanes = rows * per_head
+    padded = (lanes + LANES - 1) // LANES * LANES
+    z, x = np.zeros((kv_heads, padded, d), np.float32), np.empty((kv_heads, padded, tokens), np.float32)
+    coefficients = np.empty((kv_heads, lanes, COEFFICIENTS))
+    a_unit = np.empty((kv_heads, lanes, sketch.shape[2]), np.float32)
+    of_byte, kept = np.empty((kv_heads, lanes, witness.shape[2])), np.empty((kv_heads, lanes, channels.shape[1]))
+    for h in range(kv_heads):
+        for i in range(lanes):
+            row, head = i // per_head, h * per_head + i % per_head
+            unread[row, head] = not prepare(
+                q[row, head], mu[h], f[h], u[h], channels[h], band, log_term, sm_scale,
+                const, z[h, i], coefficients[h, i], a_unit[h, i], of_byte[h, i], kept[h, i],
+            
+            )  # fmt: skip
+    # a slot's heads are neighbours in memory, so they are read together
+    for first in range(0, tokens, NEAR):
+        near = slice(first, min(first + NEAR, tokens))
+        for h in range(kv_heads):
+            for i in range(0, lanes, LANES):
+                dots(z[h, i : i + LANES], k_codes, slots[near], h, x[h, i : i + LANES, near])
+
+    s_k, s_v, c = np.empty(tokens, np.float32), np.empty(tokens, np.float32), np.empty(tokens)
+    weights, sums, column = np.empty(tokens, np.float32), np.ones((kv_heads, lanes)), np.empty(5)
+    for h in range(kv_heads):
+        load_halves(k_scale, slots, h, s_k)
+        load_halves(v_scale, slots, h, s_v)
+        lost, lost_v = take_lost(s_k), take_lost(s_v)
+        norm = 0.0
+        for page in range(start // page_size, (start + tokens - 1) // page_size + 1):
+            norm = max(norm, np.float64(v_norm[page_row[page], h]))
+        for i in range(lanes):
+            row, head = i // per_head, h * per_head + i % per_head
+            begin, end = low[row] - start, high[row] - start
+            x[h, i, :begin] = 0
+            x[h, i, end:] = 0
+            unread[row, head] |= any_within(lost, begin, end)
+            if unread[row, head] or end == begin:
+                x[h, i] = 0
+                continue
+            cut = slice(begin, end)
+            subtract_dither(z[h, i], xi, h, period, start, x[h, i])
+            sums[h, i] = read_row(
+                x[h, i, cut], s_k[cut], s_v[cut], slots[cut], h, coefficients[h, i], a_unit[h, i], of_byte[h, i],
+                kept[h, i], sketch, witness, bypass[cut], low[row], page_size, high[row], const, c[cut], shares[h],
+                weights[cut], column,
+            )  # fmt: skip
+            if sums[h, i] == 0.0:
+                unread[row, head], sums[h, i] = True, 1.0
+                x[h, i] = 0
+                continue
+            report[0, row, head] = np.float32(column[0])
+            for n in range(1, 4):
+                report[n, row, head] = up(column[n])
+            error = value_error_of(column[1], column[4], norm, high[row], width, out_error, out_floor, const)
+            report[4, row, head] = np.inf if any_within(lost_v, begin, end) or not error < np.inf else up(error)
+            compressed[row, head] = end - begin
+
+    part, acc = np.empty((kv_heads, lanes, width), np.float32), np.zeros((kv_heads, lanes, width))
+    for block in range(0, tokens, BLOCK):
+        part[:] = 0
+        stop = min(block + BLOCK, tokens)
+        for first in range(block, stop, NEAR):
+            near = slice(first, min(first + NEAR, stop))
+            for h in range(kv_heads):
+                add_values(x[h, :lanes, near], v_codes, slots[near], h, part[h])
+        acc += part
+    for h in range(kv_heads):
+        for i in range(lanes):
+            for j in range(width):
+                value = min(max(acc[h, i, j] / sums[h, i], -limit), limit)
+                out[i // per_head, h * per_head + i % per_head, j] = np.float32(value)
+
+
+def decode(
+    q: Tensor,
+    reader: PackedReader,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor | None,
+    otherwise: Callable[[], tuple[Tensor, ...]],
+    *,
+    causal: bool,
+    sm_scale: float,
+    window_left: int,
+    delta_local: float,
+    want_shares: bool,
+) -> tuple[Tensor, ...]:
+    """What :func:`witcert_kernels.reader.decode` returns for a plain call.
+
+    ``otherwise`` is that call: for a store with channel groups, for many rows, and for rows (nothing else changes) with
+    something that is not finite.
+    """
+    rows, heads, d = q.shape
+    lengths = seq_lens.tolist()
+    bounds = list(range(rows + 1)) if qo_indptr is None else qo_indptr.tolist()
+    most = max((b - a for a, b in pairwise(bounds)), default=0)
+    if reader.groups > 1 or reader.groups_v > 1 or most * heads > MAX_ROWS * reader.kv_heads:
+        return otherwise()
+    t, page_size, kv_heads = reader.t, reader.page_size, reader.kv_heads
+    stored = [
+        t[name].flatten(0, 1).numpy()
+        if t[name].dtype != torch.float16
+        else t[name].flatten(0, 1).view(torch.int16).numpy()
+        for name in ("k_codes", "k_scale", "sketch", "witness", "v_codes", "v_scale")
+    ]
+    k_codes, k_scale, sketch, witness, v_codes, v_scale = stored
+    fixed = [t[name].numpy() for name in ("mu", "f", "u", "bypass_channels", "band_of_channel")]
+    kind = torch.finfo(q.dtype)
+    const, cast = _constants(), (kind.eps, 2.0**-25 if q.dtype == torch.float16 else kind.smallest_normal, kind.max)
+    query = q.to(torch.float64).numpy()
+    out = np.zeros((rows, heads, v_codes.shape[2]), np.float32)
+    report, compressed = np.zeros((5, rows, heads), np.float32), np.zeros((rows, heads), np.int32)
+    report[0] = -np.inf
+    unread = np.zeros((rows, heads), np.bool_)
+    shares = np.zeros((len(lengths), kv_heads, page_table.shape[1] if want_shares else 0), np.float32)
+    period = reader.scalars["dither_period"] if reader.scalars["dither"] else 1
+    xi, bypass = np.zeros((0, kv_heads, d), np.float32), np.zeros((max(lengths, default=0), kv_heads, 0), np.float32)
+    table = page_table.numpy()
+    for b, length in enumerate(lengths):
+        mine = slice(bounds[b], bounds[b + 1])
+        position = np.arange(length - mine.stop + mine.start, length)
+        high = np.clip(position + 1, 0, length) if causal else np.full(len(position), length)
+        low = np.clip(position - window_left, 0, high) if window_left >= 0 else np.zeros_like(high)
+        if not high.sum():
+            continue
+        start, stop = int(low.min()), int(high.max())
+        if t["bypass"].shape[-1]:
+            token = torch.arange(start, stop)
+            page = page_table[b, token // page_size].to(torch.int64)
+            bypass = t["bypass"][page, token % page_size].to(torch.float32).numpy()
+        if reader.scalars["dither"]:
+            periods = torch.arange(start // period, (stop - 1) // period + 1)
+            xi = dither(reader.scalars["seed"], reader.scalars["layer"], kv_heads, periods, d).numpy()
+        read_sequence(
+            query[mine], low, high, table[b], page_size, *fixed, k_codes, k_scale, sketch, witness, bypass,
+            v_codes, v_scale, t["v_norm"].numpy(), xi, period, log_term(length, delta_local), sm_scale, const, *cast,
+            out[mine], report[:, mine], compressed[mine], shares[b], unread[mine],
+        )  # fmt: skip
+    columns = [torch.from_numpy(column.copy()) for column in report]
+    outputs = (torch.from_numpy(out).to(q.dtype), *columns, torch.from_numpy(compressed))
+    if not unread.any():
+        return *outputs, torch.from_numpy(shares)
+    others = otherwise()
+    left = torch.from_numpy(unread)
+    of_head = left.view(rows, kv_heads, -1).any(-1)
+    in_sequence = torch.stack([of_head[a:b].any(0) for a, b in pairwise(bounds)])
+    masks = [left[..., None], *(left for _ in outputs[1:]), in_sequence[..., None]]
+    found = (*outputs, torch.from_numpy(shares))
+    return tuple(torch.where(mask, other, own) for mask, other, own in zip(masks, others, found, strict=True))
