@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,12 +28,13 @@ def bootstrap(
 
 
 def over_prompts(
-    samples: NDArray[np.float64], statistic: Callable[..., object] = np.mean
+    samples: Sequence[NDArray[np.float64]] | NDArray[np.float64], statistic: Callable[..., object] = np.mean
 ) -> tuple[float, tuple[float, float]]:
-    """A statistic of all cells of [prompts, cells], and its percentile bootstrap interval: 1,000 times as many prompts
-    are drawn with all their cells (seed 0), as cells of one prompt depend on each other."""
+    """A statistic of all cells of some prompts ([cells] each, or [prompts, cells]), and its percentile bootstrap
+    interval: 1,000 times as many prompts are drawn with all their cells (seed 0), as cells of one prompt depend on each
+    other."""
     rng = np.random.default_rng(0)
     drawn = rng.integers(len(samples), size=(1000, len(samples)))
-    values = [float(np.asarray(statistic(samples[some].ravel()))) for some in drawn]
+    values = [float(np.asarray(statistic(np.concatenate([np.ravel(samples[i]) for i in some])))) for some in drawn]
     low, high = np.quantile(values, (0.025, 0.975))
-    return float(np.asarray(statistic(samples.ravel()))), (float(low), float(high))
+    return float(np.asarray(statistic(np.concatenate([np.ravel(x) for x in samples])))), (float(low), float(high))

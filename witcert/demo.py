@@ -236,12 +236,12 @@ def answer(
     prompt: NeedlePrompt,
     prefix: Prefix,
     scheme: str,
-    gated: bool,
+    tau: float | None,
     calibration: Any,
     new_tokens: int,
     progress: Callable[[int, float | None], None],
 ) -> Run:
-    """Decode one prompt's answer over one cache."""
+    """Decode one prompt's answer over one cache, gated at τ (None: not gated)."""
     stop = _stop_tokens(model, tokenizer)
     watcher = None
     if scheme == "uncompressed":
@@ -253,7 +253,7 @@ def answer(
             cache.update(k, v, index)
     else:
         model.set_attn_implementation("witcert")
-        cache = WitCertCache(model.config, scheme, TAU if gated else None, calibration, backing=True)
+        cache = WitCertCache(model.config, scheme, tau, calibration, backing=True)
         cache.preload(prefix.layers)
         watcher = cache.observer = Watcher(cache, prompt.tokens)
     began = time.perf_counter()
@@ -266,7 +266,7 @@ def answer(
         prompt=prompt.id,
         prompt_tokens=prompt.tokens,
         scheme=scheme,
-        gated=gated,
+        gated=tau is not None,
         answer=text,
         right=prompt.is_answered_by(text),
         tokens=len(tokens),
@@ -359,7 +359,8 @@ def run_demo(
             def tell(n: int, worst: float | None, name: str = name, base: int = base) -> None:
                 progress(name, base + n, total, worst)
 
-            runs.append(answer(model, tokenizer, prompt, prefix, scheme, gated, calibration, new_tokens, tell))
+            tau = TAU if gated else None
+            runs.append(answer(model, tokenizer, prompt, prefix, scheme, tau, calibration, new_tokens, tell))
             done += new_tokens
     close = None
     if steps and "int8" in schemes and prefix is not None:

@@ -74,10 +74,11 @@ def prompts(tokenizer: Any, quick: bool = False) -> list[NeedlePrompt]:
 
     tokenizer: a transformers tokenizer; its chat template is used where it has one.
     """
-    return [_prompt(tokenizer, spec) for spec in (QUICK if quick else SPECS)]
+    return [prompt(tokenizer, spec) for spec in (QUICK if quick else SPECS)]
 
 
-def _prompt(tokenizer: Any, spec: Spec) -> NeedlePrompt:
+def prompt(tokenizer: Any, spec: Spec) -> NeedlePrompt:
+    """One prompt. Raises ValueError where its tokens hold no text at all."""
     sentences = _sentences(spec.paragraph)
     # the longest text that fits, found by halving: a sentence's tokens depend on its neighbours
     low, high = 0, len(sentences)
