@@ -13,11 +13,10 @@ from torch import Tensor
 
 from witcert.capture import Captured
 from witcert.schemes import Scheme
-from witcert.schemes.numeric import fp16_scale
 from witcert_kernels import LayerCalibration
 from witcert_kernels.layout import bands
 from witcert_kernels.philox import GRID_STEP, dither
-from witcert_kernels.writer import half_up
+from witcert_kernels.writer import half_up, scale_up
 from witcert_ref.rope import RopeLayout
 from witcert_ref.store import bypass_channels, select_bypass
 
@@ -163,6 +162,10 @@ class Store:
             sources.append(self.tier_a(q))
         return torch.stack(sources).amin(0)
 
+    def fixed_trajectory(self, q: Tensor, delta_local: float) -> Tensor:
+        """The smallest c of a dithered store, as the package takes it: the radius unless half a step is less."""
+        return torch.minimum(self.radius(q, delta_local), self.any_query(q))
+
     def _outside(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """What z has outside the sketch's directions, and what their codes' rounding adds to c."""
         z = q * self.f
@@ -186,7 +189,7 @@ def quantize(x: Tensor, layout: Layout, xi: Tensor | float = 0.0, exact: Tensor 
     else:
         grouped = magnitude.unflatten(-1, (-1, layout.group or x.shape[-1]))
         amax = grouped.amax(-1, keepdim=True).expand_as(grouped).flatten(-2)
-    steps, largest = fp16_scale(amax, layout.levels), 2 ** (layout.bits - 1) - 1
+    steps, largest = scale_up(amax, layout.levels).to(torch.float64), 2 ** (layout.bits - 1) - 1
     residual = steps * ((x / steps + xi).round().clamp(-largest, largest) - xi) - x
     if exact is not None:
         residual, steps = residual.masked_fill(exact, 0.0), steps.masked_fill(exact, 0.0)
