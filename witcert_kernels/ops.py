@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import util
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -16,6 +18,7 @@ from .backend import use_triton
 from .budget import Budget
 from .checks import check_range, check_tensor
 from .layout import MODEL_DTYPES
+from .library import fake, op
 from .plan import Plan
 from .pool import ObservatoryPool, PackedPool
 from .precision import full_precision
@@ -58,8 +61,8 @@ def _has_numba() -> bool:
     return util.find_spec("numba") is not None
 
 
-@torch.library.custom_op(
-    "witcert::quantize_packed_",
+@op(
+    "quantize_packed_",
     mutates_args=("k_codes", "k_scale", "sketch", "witness", "bypass", "v_codes", "v_scale", "v_norm"),
 )
 def _quantize_packed(
@@ -98,8 +101,8 @@ def _quantize_packed(
             writer.write_packed(*arguments)
 
 
-@torch.library.custom_op(
-    "witcert::observe_",
+@op(
+    "observe_",
     mutates_args=("k_hat", "witness", "sketch", "sketch_scale", "v_hat", "v_error", "v_norm"),
 )
 def _observe(
@@ -137,10 +140,9 @@ def _counted(outputs: tuple[Tensor, ...], telemetry: Tensor | None, layer: int) 
     return outputs  # type: ignore[return-value]
 
 
-def _bind(op: Any, *args: Any, **options: Any) -> dict[str, Any]:
+def _bind(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
     """The arguments of a call of an op by their names."""
-    names = [argument.name for argument in op._opoverload._schema.arguments]
-    return dict(zip(names, args, strict=False)) | options
+    return dict(zip(signature(function).parameters, args, strict=False)) | options
 
 
 def _fake_outputs(q: Tensor, exact_v: Tensor, page_table: Tensor, kv_heads: int, want_shares: bool) -> _OUTPUTS:
@@ -151,7 +153,7 @@ def _fake_outputs(q: Tensor, exact_v: Tensor, page_table: Tensor, kv_heads: int,
     return (q.new_empty(rows, heads, exact_v.shape[-1]), *columns, compressed, shares)  # type: ignore[return-value]
 
 
-@torch.library.custom_op("witcert::decode_packed", mutates_args=("workspace", "telemetry"))
+@op("decode_packed", mutates_args=("workspace", "telemetry"))
 def _decode_packed(
     q: Tensor,
     page_table: Tensor,
@@ -233,13 +235,13 @@ def _decode_packed(
     return _counted(outputs, telemetry, layer)
 
 
-@_decode_packed.register_fake
+@fake("decode_packed")
 def _(q, page_table, *rest, **options):  # type: ignore[no-untyped-def]
     given = _bind(_decode_packed, q, page_table, *rest, **options)
     return _fake_outputs(q, given["exact_v"], page_table, given["k_codes"].shape[2], given["want_shares"])
 
 
-@torch.library.custom_op("witcert::decode_observatory", mutates_args=("workspace", "telemetry"))
+@op("decode_observatory", mutates_args=("workspace", "telemetry"))
 def _decode_observatory(
     q: Tensor,
     page_table: Tensor,
@@ -293,7 +295,7 @@ def _decode_observatory(
     return _counted(outputs, telemetry, layer)
 
 
-@_decode_observatory.register_fake
+@fake("decode_observatory")
 def _(q, page_table, *rest, **options):  # type: ignore[no-untyped-def]
     given = _bind(_decode_observatory, q, page_table, *rest, **options)
     return _fake_outputs(q, given["exact_v"], page_table, given["k_hat"].shape[2], given["want_shares"])
