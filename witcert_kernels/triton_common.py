@@ -22,6 +22,14 @@ def power_of_two_wide(n):
 
 
 @triton.jit
+def exp2_wide(x):
+    """2^x of finite float32 numbers as float64, with the relative error of exp2; 0 below −1022, Inf from 1024 on."""
+    whole = tl.floor(x)
+    exponent = tl.minimum(tl.maximum(whole, -1023.0), 1024.0).to(tl.int64) + 1023
+    return tl.exp2(x - whole).to(tl.float64) * (exponent << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
 def round_even(x):
     """float32 of magnitude below 2^22 to the nearest integer, ties to even."""
     return (x + 12582912.0) - 12582912.0

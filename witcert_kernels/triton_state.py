@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import rounding
 from . import telemetry as counting
-from .triton_common import power_of_two, power_of_two_wide
+from .triton_common import exp2_wide, power_of_two, power_of_two_wide
 
 M = tl.constexpr(0)  # integer maximum, −Inf for no token
 L = tl.constexpr(1)  # sums of 2^(y − m): alone,
@@ -107,10 +107,15 @@ def fold(
         rise = tl.exp2(c) * RISE_UP - 1.0
         excess = p * rise
         square = excess * rise
+        wide_a1 = tl.zeros_like(l)
+        wide_a2 = tl.zeros_like(l)
         if tl.max(c_top, 0) > WIDE_BITS:
-            # e^c may leave the range while its weight is tiny
-            excess = tl.where(c > WIDE_BITS, tl.exp2(shifted + c), excess)
-            square = tl.where(c > WIDE_BITS, tl.exp2(shifted + 2.0 * c), square)
+            # e^c may leave float32's range while its weight is tiny, or becomes so when the maximum rises
+            wide = (c > WIDE_BITS) & ok
+            excess = tl.where(c > WIDE_BITS, 0.0, excess)
+            square = tl.where(c > WIDE_BITS, 0.0, square)
+            wide_a1 = tl.sum(exp2_wide(tl.where(wide, shifted + c, -2048.0)), 1)
+            wide_a2 = tl.sum(exp2_wide(tl.where(wide, shifted + 2.0 * c, -2048.0)), 1)
             newer_wide = tl.maximum(m_wide, tl.ceil(tl.max(y + c, 1)))
             base_wide = tl.where(newer_wide == float("-inf"), 0.0, newer_wide)
             old = tl.where(m_wide == float("-inf"), float("-inf"), m_wide - base_wide)
@@ -122,8 +127,8 @@ def fold(
         else:
             s0, s1, s2, s3 = tl.reduce((p, excess, square, weighted), 1, _add)
         l = l * factor + s0.to(tl.float64)  # noqa: E741
-        a1 = rescale(a1, factor) + s1.to(tl.float64)
-        a2 = rescale(a2, factor) + s2.to(tl.float64)
+        a1 = rescale(a1, factor) + s1.to(tl.float64) + wide_a1
+        a2 = rescale(a2, factor) + s2.to(tl.float64) + wide_a2
         rho_sum = rescale(rho_sum, factor) + s3.to(tl.float64)
     return p, power_of_two(drop), newer, l, a1, a2, c_max, rho_sum, m_wide, l_wide
 

@@ -11,6 +11,7 @@ import torch
 from tests.kernels.oracle import Case, exact_logits, make_case, softmax, stored_logits
 from tests.kernels.test_decode import LAYOUTS, queries, repair, tv
 from witcert_kernels import Budget, StoreLayout, quantize_
+from witcert_kernels.rounding import DIGIT_TERMS
 from witcert_ref import bounds
 
 from .backends import Result, decode_torch, decode_triton, slack, stored_bounds
@@ -276,3 +277,27 @@ def test_a_huge_bound_on_a_light_token_does_not_decide() -> None:
         y, c = stored_logits(case, 0, q[row], 0.125), stored_bounds(case, 0, q[row], 0.125)
         assert float(c.max()) > 35
         assert bool((got.meter[row].double().numpy() >= bounds.meter(softmax(y), c)).all())
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("largest", [40.0, 100.0, 200.0, 300.0])
+def test_a_tile_of_huge_bounds_does_not_decide(largest: float, splits: int) -> None:
+    """Where all tokens of the first tile have c of 40 to 300, and later ones are e^2c as heavy: e^2c leaves float32's
+    range before the maximum rises, and the meter is still that of the reference."""
+    layout = StoreLayout(1, 64, 64, page_size=64)
+    case = make_case(15, layout, [150], heads=1, calibrated=False, scale=0.2)
+    k = torch.full((64, 1, 64), 0.01)
+    k[:, 0, 0] = -32 * largest
+    quantize_(k, case.values[0][:64], case.pool, case.page_table[0, 0].long() * 64 + torch.arange(64))
+    case.keys[0][:64] = k
+    # their logits are below the others' by 2 c and a little more
+    q = torch.ones(1, 1, 64)
+    q[0, 0, 0] = 0.5 + 0.75 / largest
+    arguments = (case.page_table, case.seq_lens)
+    cert = decode_triton(q, case.pool, *arguments, sm_scale=0.125, splits=splits)[2]
+    y, c = stored_logits(case, 0, q[0], 0.125), stored_bounds(case, 0, q[0], 0.125)
+    assert abs(float(c.max()) - largest) < 0.02 * largest and 1 < y[0, 64:].mean() - y[0, 0] - 2 * float(c.max()) < 6
+    formula, light = bounds.meter(softmax(y)[0], c[0]), bounds.meter(softmax(y[:, 64:])[0], c[0, 64:])
+    zeta = (DIGIT_TERMS + 2) * 2.0**-24 * 255 * float(c.max())  # the documented rounding of a logit
+    assert formula > 1.05 * light
+    assert formula <= float(cert.meter) <= 1.01 * formula * math.exp(2 * zeta) + zeta / 2 + 1e-5
