@@ -41,6 +41,7 @@ def _query_kernel(
     RadiusBias,
     Kept,
     Shift,
+    ShiftError,
     Bad,
     BandShare,
     rows,
@@ -57,6 +58,7 @@ def _query_kernel(
     DIGITS: tl.constexpr,
     LIMIT: tl.constexpr,
     TERMS: tl.constexpr,
+    SHIFT_TERMS: tl.constexpr,
     WIDEN: tl.constexpr,
     DELTA_WIDEN: tl.constexpr,
     UP: tl.constexpr,
@@ -93,6 +95,8 @@ def _query_kernel(
     z = tl.where(bad[:, None, None], 0.0, z)
     tl.store(Bad + row, bad.to(tl.int8), mask=here)
     tl.store(Shift + row, tl.where(bad, 0.0, scale * tl.sum(tl.sum(q * mu, 2), 1)), mask=here)
+    cancelled = scale * tl.sum(tl.sum(tl.abs(q * mu), 2), 1) * SHIFT_TERMS
+    tl.store(ShiftError + row, tl.where(bad, 0.0, cancelled * UP).to(tl.float32), mask=here)
     if KEPT > 0:
         j = tl.arange(0, KP)[None, :]
         source = tl.load(BypassChannels + kv_head * KEPT + j, mask=j < KEPT, other=0)
@@ -170,8 +174,9 @@ class PackedDigits:
 
     digits int8 ``[rows, heads, digits, d]``, the lowest first; unit float32 ``[rows, heads]``; sketch float32
     ``[…, r, groups]``; half, fixed, dot, radius_square and radius_bias float32 ``[…, groups]``; witness
-    float32 ``[…, B]``, with one group times the root of a band's channels; kept float32 ``[…, 2 m]``; shift float64 and
-    bad int8 ``[rows, heads]``; band_share float32 ``[B, groups]``, channels of a band in a group.
+    float32 ``[…, B]``, with one group times the root of a band's channels; kept float32 ``[…, 2 m]``; shift float64,
+    shift_error float32 (what its own sum may be off by) and bad int8 ``[rows, heads]``; band_share float32
+    ``[B, groups]``, channels of a band in a group.
     """
 
     digits: Tensor
@@ -185,6 +190,7 @@ class PackedDigits:
     radius_bias: Tensor
     kept: Tensor
     shift: Tensor
+    shift_error: Tensor
     bad: Tensor
     band_share: Tensor
 
@@ -220,6 +226,7 @@ class PackedDigits:
             radius_bias=new(groups if with_radius else 0),
             kept=new(kept),
             shift=new(dtype=torch.float64),
+            shift_error=new(),
             bad=new(dtype=torch.int8),
             band_share=workspace.take(bands, groups),
         )
@@ -245,11 +252,12 @@ def packed_digits(
         return
     _query_kernel[grid](
         q, mu, f, u, bypass_channels, band_of_channel, out.digits, out.unit, out.sketch, out.half,
-        out.fixed, out.dot, out.witness, out.radius_square, out.radius_bias, out.kept, out.shift, out.bad,
-        out.band_share, n,
+        out.fixed, out.dot, out.witness, out.radius_square, out.radius_bias, out.kept, out.shift,
+        out.shift_error, out.bad, out.band_share, n,
         *scale_parts(sm_scale), HEADS=heads, KV=kv_heads, D=d, GROUPS=groups, R=r, BANDS=bands, KEPT=kept,
         RADIUS=with_radius, DIGITS=digits, LIMIT=float(rounding.DIGIT_LIMIT[digits]),
-        TERMS=(rounding.DIGIT_TERMS + 2 * r + groups + d / 128) * rounding.U, WIDEN=rounding.STEP_WIDEN,
-        DELTA_WIDEN=rounding.DELTA_WIDEN, UP=rounding.FLOAT_UP * (1 + (groups + bands + 8) * rounding.U),
-        GRID=GRID_STEP, BLOCK=ROWS, GP=padded(groups, 1), WP=padded(d // groups, 1), KP=padded(kept, 1), num_warps=4,
+        TERMS=(rounding.DIGIT_TERMS + 2 * r + groups + d / 128) * rounding.U, SHIFT_TERMS=(d + 4) * rounding.U64,
+        WIDEN=rounding.STEP_WIDEN, DELTA_WIDEN=rounding.DELTA_WIDEN,
+        UP=rounding.FLOAT_UP * (1 + (groups + bands + 8) * rounding.U), GRID=GRID_STEP, BLOCK=ROWS,
+        GP=padded(groups, 1), WP=padded(d // groups, 1), KP=padded(kept, 1), num_warps=4,
     )  # fmt: skip

@@ -251,7 +251,7 @@ def _value_product(p, codes, steps, norm, FLOAT32: tl.constexpr, GROUPS_V: tl.co
 @triton.jit(do_not_specialize=["seed", "layer"])
 def _packed_kernel(
     Q, Indptr, PageTable, SeqLens, ExactSlots, Bias,
-    Digits, Unit, Sketch, Half, Fixed, Dot, Witness, RadiusSquare, RadiusBias, Kept, Shift, BandShare,
+    Digits, Unit, Sketch, Half, Fixed, Dot, Witness, RadiusSquare, RadiusBias, Kept, Shift, ShiftError, BandShare,
     KCodes, KScale, SketchCodes, WitnessCodes, Bypass, VCodes, VScale, VNorm, Acc, Stats,
     batch, total, max_pages, bias_tokens, window_left, slots, scale, cap, log_term, seed, layer,
     KV: tl.constexpr, PER_HEAD: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -289,7 +289,7 @@ def _packed_kernel(
     z_shift = tl.zeros((BLOCK_M,), tl.float32)
     if SHIFT:
         shift = tl.load(Shift + row, mask=row_ok, other=0.0).to(tl.float32)
-        z_shift = tl.abs(shift) * ADD_ERROR
+        z_shift = tl.abs(shift) * ADD_ERROR + tl.load(ShiftError + row, mask=row_ok, other=0.0)
     digits = _load_digits(Digits, row, row_ok, 0, 0, 0, 4 if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
     middle = _load_digits(Digits, row, row_ok, 0, 0, 1, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
     high = _load_digits(Digits, row, row_ok, 0, 0, 2, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
@@ -483,9 +483,9 @@ def decode_packed(
         _packed_kernel[read.grid](
             read.q, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages), given(bias),
             query.digits, query.unit, query.sketch, query.half, query.fixed, query.dot, query.witness,
-            query.radius_square, query.radius_bias, query.kept, query.shift, query.band_share, t["k_codes"],
-            t["k_scale"], t["sketch"], t["witness"], t["bypass"], t["v_codes"], t["v_scale"], t["v_norm"], acc, stats,
-            *read.scalars(len(acc)), _log_term(delta_local), scalars["seed"], as_int32(scalars["layer"]),
+            query.radius_square, query.radius_bias, query.kept, query.shift, query.shift_error, query.band_share,
+            t["k_codes"], t["k_scale"], t["sketch"], t["witness"], t["bypass"], t["v_codes"], t["v_scale"], t["v_norm"],
+            acc, stats, *read.scalars(len(acc)), _log_term(delta_local), scalars["seed"], as_int32(scalars["layer"]),
             **read.constants(), GROUPS=groups, GROUPS_V=groups_v, R=r, BANDS=bands, KEPT=kept,
             PERIOD=scalars["dither_period"] if scalars["dither"] else 0, RADIUS=delta_local > 0, SHIFT=mixed,
             DIGITS=digits, WP=padded(d // groups, 32),
