@@ -12,13 +12,22 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
-from experiments import counterexample, documentation, memory, table5, table7, table14
+from experiments import (
+    counterexample,
+    documentation,
+    memory,
+    sources,
+    table5,
+    table7,
+    table14,
+)
 from experiments import model as subject
 from experiments.result import RESULTS, Result, Table, comparison, number
 
-EXPERIMENTS: dict[str, ModuleType] = {
-    module.NAME: module for module in (counterexample, memory, table5, table7, table14)
-}
+SYNTHETIC = (counterexample, memory, table5, table7, table14)
+ACTIVATIONS = (sources,)
+EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS)}
+
 QUICK = Path("build") / "experiments"
 
 app = typer.Typer(pretty_exceptions_enable=False)
