@@ -15,6 +15,7 @@ from rich.table import Table as Grid
 from experiments import (
     counterexample,
     documentation,
+    loop,
     memory,
     sources,
     table5,
@@ -24,7 +25,7 @@ from experiments import (
 from experiments import model as subject
 from experiments.result import RESULTS, Result, Table, comparison, number
 
-SYNTHETIC = (counterexample, memory, table5, table7, table14)
+SYNTHETIC = (counterexample, memory, table5, table7, loop, table14)
 ACTIVATIONS = (sources,)
 EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS)}
 
