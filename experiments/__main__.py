@@ -18,6 +18,7 @@ from experiments import (
     loop,
     memory,
     sources,
+    table1,
     table5,
     table7,
     table14,
@@ -26,7 +27,7 @@ from experiments import model as subject
 from experiments.result import RESULTS, Result, Table, comparison, number
 
 SYNTHETIC = (counterexample, memory, table5, table7, loop, table14)
-ACTIVATIONS = (sources,)
+ACTIVATIONS = (sources, table1)
 EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS)}
 
 QUICK = Path("build") / "experiments"

@@ -22,6 +22,7 @@ NAME = "bounds"
 BANDS, PAGE = 16, 64
 PAPER = "min(e-form, two-sided)"
 ANCHORED = "anchored meter"
+DIFFERS: tuple[str, ...] = ()
 
 
 def anchored(p: Array, c: Array) -> Array:
@@ -108,7 +109,7 @@ def run(quick: bool = False) -> Result:
         seed=SEED,
         rows=_rows(account),
         violations=account.violations(),
-        differs=[],
+        differs=list(DIFFERS),
         tables=_tables(account),
         quick=quick,
     )

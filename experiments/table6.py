@@ -24,12 +24,19 @@ from witcert_ref.radius import delta_local
 from witcert_ref.store import select_bypass
 
 NAME = "table6"
-GROUP, TOP = 32, 8
+GROUP, TOPS = 32, (2, 4, 8)
 PAPER = {0: (0.525, 0.907), 2: (0.818, 0.999), 4: (0.843, 1.000), 8: (0.929, 1.000), 16: (0.980, 1.000)}  # Qwen, Yi
 DITHERED = Layout(group=GROUP, dither=64)
 DEFAULT = Layout(equalizer=True, sketch=1)
 DEFAULT_NAME = "equaliser, sketch 1, one scale"
 HALVES, CALIBRATED, TEXTS = "halves of a text", "a text and the calibration text", "two texts"
+DIFFERS: tuple[str, ...] = (
+    "Another model, of head dimension 64: a pair kept exact is one of 32, not of 64, and 16 of them leave no"
+    " saving. The e-forms are smaller to begin with: two pairs cover what sixteen do not on Qwen2.5-7B.",
+    "The paper does not say how it ranks pairs; ours rank by the largest magnitude, over the calibration text or"
+    " the text itself. The top pairs are less stable here at every size of the set, yet a set fixed on another"
+    " text covers nearly all cells.",
+)
 
 
 def pairs(keys: Tensor, count: int, captured: Captured) -> NDArray[np.intp]:
@@ -43,15 +50,15 @@ def jaccard(a: NDArray[np.intp], b: NDArray[np.intp]) -> list[float]:
     return [len(set(x) & set(y)) / len(set(x) | set(y)) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
 
 
-def stability(captured: list[Captured], calibration: Captured) -> dict[str, list[list[float]]]:
+def stability(captured: list[Captured], calibration: Captured, top: int) -> dict[str, list[list[float]]]:
     """Jaccard indices of the top pairs, for each text (or two), over layers and kv heads."""
     found: dict[str, list[list[float]]] = {HALVES: [], CALIBRATED: [], TEXTS: []}
     chosen = []
-    reference = [pairs(layer.k, TOP, calibration) for layer in calibration.layers]
+    reference = [pairs(layer.k, top, calibration) for layer in calibration.layers]
     for text in captured:
-        own = [pairs(layer.k, TOP, text) for layer in text.layers]
+        own = [pairs(layer.k, top, text) for layer in text.layers]
         middle = len(text.layers[0].k) // 2
-        halves = [(pairs(x.k[:middle], TOP, text), pairs(x.k[middle:], TOP, text)) for x in text.layers]
+        halves = [(pairs(x.k[:middle], top, text), pairs(x.k[middle:], top, text)) for x in text.layers]
         found[HALVES].append([j for a, b in halves for j in jaccard(a, b)])
         found[CALIBRATED].append([j for a, b in zip(own, reference, strict=True) for j in jaccard(a, b)])
         chosen.append(own)
@@ -109,7 +116,7 @@ def run(quick: bool = False) -> Result:
                 account.check("meter and e-form >= true total variation", values.values(), [cells.tv])
                 account.check("c >= every logit error", [cells.c], [np.abs(cells.eps)])
                 account.add(name, i, {"true": cells.tv, **values})
-    jaccards = stability(captures, activations.calibration_text(quick))
+    jaccards = {top: stability(captures, activations.calibration_text(quick), top) for top in TOPS}
     rows = [
         Row(
             f"m = {m}: coverage by the e-form (Qwen2.5-7B)",
@@ -118,10 +125,10 @@ def run(quick: bool = False) -> Result:
         )
         for m in budgets
     ]
-    halves = np.array(jaccards[HALVES])
+    halves = np.array(jaccards[8][HALVES])
     rows += [
-        Row(f"top-{TOP} pairs of both halves, mean Jaccard index (Qwen2.5-7B)", 0.940, *over_prompts(halves)),
-        Row(f"top-{TOP} pairs of both halves, smallest Jaccard index (Qwen2.5-7B)", 0.750, float(halves.min())),
+        Row("top-8 pairs of both halves, mean Jaccard index (Qwen2.5-7B)", 0.940, *over_prompts(halves)),
+        Row("top-8 pairs of both halves, smallest Jaccard index (Qwen2.5-7B)", 0.750, float(halves.min())),
     ]
     return Result(
         NAME,
@@ -141,14 +148,14 @@ def run(quick: bool = False) -> Result:
         seed=SEED,
         rows=rows,
         violations=account.violations(),
-        differs=[],
+        differs=list(DIFFERS),
         tables=_tables(account, stores, jaccards, 2 * limit),
         quick=quick,
     )
 
 
 def _tables(
-    account: Account, stores: dict[str, tuple[Layout, bool]], jaccards: dict[str, list[list[float]]], d: int
+    account: Account, stores: dict[str, tuple[Layout, bool]], jaccards: dict[int, dict[str, list[list[float]]]], d: int
 ) -> list[Table]:
     rows: list[tuple[Cell, ...]] = []
     for name, (layout, _) in stores.items():
@@ -180,12 +187,19 @@ def _tables(
             rows,
         ),
         Table(
-            f"Are the top-{TOP} pairs the same? Jaccard index over layers and kv heads (two random sets of {TOP} out of"
-            f" {d // 2} pairs: about {TOP / (d - TOP):.2f})",
-            ("between", "mean", "smallest", "share below 0.5"),
+            f"Are the top pairs the same? Jaccard index over layers and kv heads, of {d // 2} pairs each",
+            ("pairs", "between", "mean", "smallest", "share below 0.5", "two random sets, about"),
             [
-                (name, float(np.mean(index)), float(np.min(index)), float((np.array(index) < 0.5).mean()))
-                for name, index in jaccards.items()
+                (
+                    top,
+                    name,
+                    float(np.mean(index)),
+                    float(np.min(index)),
+                    float((np.array(index) < 0.5).mean()),
+                    top / (d - top),
+                )
+                for top, kinds in jaccards.items()
+                for name, index in kinds.items()
             ],
         ),
     ]
