@@ -31,7 +31,12 @@ ADD_ERROR          the same six, relative to what a bypass pair, the shift or a 
 DOT_ERROR          a channel of a dot product on tensor cores, which truncate to 24 bits
 TRITON_EXP_ERROR   rounding of x − m above 2^-128, 128 U, and ex2.approx, 2^-21 relative, in natural-log units
 TRITON_TANH_ERROR  the soft cap's error over the cap
-RISE_UP            makes ex2.approx(c) − 1 an upper bound of e^c − 1; what is computed then defines c
+RISE               coefficients of 2^c − 1 over c up to RISE_LIMIT, lowest first: the quotient's polynomial of least
+                   relative error, scaled until it is 16 U above. Horner's nine roundings of positive terms, fewer
+                   with fused multiply-adds, take 9 U, so what float32 computes is an upper bound, at most 2^-17 above
+                   (bench/rise_bound.py tries every float32). Where the result is below 2^-126 TRITON_UNDERFLOW has it
+RISE_LIMIT         largest c in base 2 of the polynomial, one nat
+RISE_UP            makes ex2.approx(c) − 1 an upper bound beyond it; what is computed then defines c
 TRITON_UNDERFLOW   what flushing to zero may take from a token's term, relative to the running maximum's
 WIDE_ERROR         relative error of e^x e^c multiplied in the exponent, over the largest c, beyond WIDE
 ================== =========================================================================================
@@ -58,6 +63,14 @@ ADD_ERROR = 8 * U
 DOT_ERROR = 2 * U
 TRITON_EXP_ERROR = 128 * U + 2.0**-21
 TRITON_TANH_ERROR = 2.0**-20
+RISE = (
+    0.6931523084640503,
+    0.2401455193758011,
+    0.055974267423152924,
+    0.008703598752617836,
+    0.0020258636213839054,
+)
+RISE_LIMIT = 1.4427
 RISE_UP = 1 + 2.0**-20
 TRITON_UNDERFLOW = 2.0**-124
 WIDE = 19.0

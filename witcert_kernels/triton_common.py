@@ -17,16 +17,8 @@ def power_of_two(n):
 
 @triton.jit
 def power_of_two_wide(n):
-    """2^n for float64 integers n ≤ 0, exact; 0 from n = −1023 on."""
-    return ((tl.maximum(n, -1023.0).to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def exp2_wide(x):
-    """2^x of finite float32 numbers as float64, with the relative error of exp2; 0 below −1022, Inf from 1024 on."""
-    whole = tl.floor(x)
-    exponent = tl.minimum(tl.maximum(whole, -1023.0), 1024.0).to(tl.int64) + 1023
-    return tl.exp2(x - whole).to(tl.float64) * (exponent << 52).to(tl.float64, bitcast=True)
+    """2^n for float64 integers n, exact; 0 down from n = −1023, Inf up from n = 1024."""
+    return ((tl.minimum(tl.maximum(n, -1023.0), 1024.0).to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit

@@ -94,8 +94,9 @@ def _digit_dot(
     """
     codes = tl.trans(k)
     total = tl.dot(digits, codes, out_dtype=tl.int32)
+    STACKED: tl.constexpr = 2 if DIGITS == 2 else 4
     if STACK:
-        integer = _combine(total, 4, BLOCK_M, BLOCK_N)
+        integer = _combine(total, STACKED, BLOCK_M, BLOCK_N)
     else:
         upper = tl.dot(middle, codes, out_dtype=tl.int32).to(tl.float32)
         if DIGITS == 3:
@@ -110,18 +111,19 @@ def _dither_dot(
     GROUPS: tl.constexpr, WP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
     """Σ of the query's integers times ξ, ``[rows, 1]`` where a tile has one period, else ``[rows, tokens]``."""
+    STACKED: tl.constexpr = 2 if DIGITS == 2 else 4
     if PERIOD % BLOCK_N == 0:
-        digits = _load_digits(Digits, row, row_ok, group, 0, 0, 4, D, GROUPS, DIGITS, BLOCK_M, WP)
+        digits = _load_digits(Digits, row, row_ok, group, 0, 0, STACKED, D, GROUPS, DIGITS, BLOCK_M, WP)
         channel = (group * (D // GROUPS) + tl.arange(0, WP))[None, :]
         xi = dither_of(seed, layer, kv_head, base // PERIOD, channel)
-        total = tl.sum(_combine(digits, 4, BLOCK_M, WP) * xi, 1)[:, None]
+        total = tl.sum(_combine(digits, STACKED, BLOCK_M, WP) * xi, 1)[:, None]
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, D // GROUPS, 32):  # products in float32 keep their whole depth in registers
-            digits = _load_digits(Digits, row, row_ok, group, start, 0, 4, D, GROUPS, DIGITS, BLOCK_M, 32)
+            digits = _load_digits(Digits, row, row_ok, group, start, 0, STACKED, D, GROUPS, DIGITS, BLOCK_M, 32)
             channel = (group * (D // GROUPS) + start + tl.arange(0, 32))[None, :]
             xi = dither_of(seed, layer, kv_head, (token // PERIOD)[:, None], channel)
-            total = tl.dot(_combine(digits, 4, BLOCK_M, 32), tl.trans(xi), total, input_precision="ieee")
+            total = tl.dot(_combine(digits, STACKED, BLOCK_M, 32), tl.trans(xi), total, input_precision="ieee")
     return total
 
 
@@ -164,8 +166,9 @@ def _group(
     within = tl.arange(0, WP)
     at = cell[:, None] * D + group * (D // GROUPS) + within[None, :]
     k = tl.load(KCodes + at, mask=here[:, None] & (within < D // GROUPS)[None, :], other=0)
+    STACKED: tl.constexpr = 2 if DIGITS == 2 else 4  # a power of two of digits, the last one 0
     if GROUPS > 1:
-        digits = _load_digits(Digits, row, row_ok, group, 0, 0, 4 if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+        digits = _load_digits(Digits, row, row_ok, group, 0, 0, STACKED if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
         middle = _load_digits(Digits, row, row_ok, group, 0, 1, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
         high = _load_digits(Digits, row, row_ok, group, 0, 2, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
     x = _digit_dot(digits, high, middle, k, STACK, DIGITS, BLOCK_M, BLOCK_N)
@@ -269,6 +272,7 @@ def _packed_kernel(
     begin, first, stop = pool_tokens(length, lowest, highest, split, splits, window_left, PAGE, BLOCK_N, CAUSAL, WINDOW)
     ROWWISE: tl.constexpr = RAGGED and (CAUSAL or WINDOW)
     STACK: tl.constexpr = BLOCK_M < 16
+    STACKED: tl.constexpr = 2 if DIGITS == 2 else 4
     TOKENWISE: tl.constexpr = GROUPS > 1 or KEPT > 0  # rounding is then not one number times a token's step
 
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -290,7 +294,7 @@ def _packed_kernel(
     if SHIFT:
         shift = tl.load(Shift + row, mask=row_ok, other=0.0).to(tl.float32)
         z_shift = tl.abs(shift) * ADD_ERROR + tl.load(ShiftError + row, mask=row_ok, other=0.0)
-    digits = _load_digits(Digits, row, row_ok, 0, 0, 0, 4 if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
+    digits = _load_digits(Digits, row, row_ok, 0, 0, 0, STACKED if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
     middle = _load_digits(Digits, row, row_ok, 0, 0, 1, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
     high = _load_digits(Digits, row, row_ok, 0, 0, 2, 1, D, GROUPS, DIGITS, BLOCK_M, WP)
     cell_of_table = sequence * max_pages

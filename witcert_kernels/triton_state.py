@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import rounding
 from . import telemetry as counting
-from .triton_common import exp2_wide, power_of_two, power_of_two_wide
+from .triton_common import power_of_two, power_of_two_wide
 
 M = tl.constexpr(0)  # integer maximum, −Inf for no token
 L = tl.constexpr(1)  # sums of 2^(y − m): alone,
@@ -50,6 +50,8 @@ COVERED = tl.constexpr(counting.COVERED)
 UNIT = tl.constexpr(counting.UNIT)
 WIDE_BITS = tl.constexpr(28.0)  # c in base 2 (19.4) from which products are formed in the exponent
 RISE_UP = tl.constexpr(rounding.RISE_UP)
+RISE_LIMIT = tl.constexpr(rounding.RISE_LIMIT)
+RISE_0, RISE_1, RISE_2, RISE_3, RISE_4 = (tl.constexpr(x) for x in rounding.RISE)
 
 
 @triton.jit
@@ -66,6 +68,20 @@ def _larger(a0, a1, b0, b1):
 def rescale(x, factor):
     """``x * factor`` where infinity times a vanished factor stays infinite."""
     return tl.where(x == float("inf"), x, x * factor)
+
+
+@triton.jit
+def rise_of(c):
+    """Upper bound of 2^c − 1 for float32 c in [0, RISE_LIMIT], without the special-function unit."""
+    return c * (RISE_0 + c * (RISE_1 + c * (RISE_2 + c * (RISE_3 + c * RISE_4))))
+
+
+@triton.jit
+def _sum_of_powers(x):
+    """Σ 2^x over the tokens of float32 ``[rows, tokens]`` that may leave float32's range, float64, Inf from 1024 on."""
+    top = tl.ceil(tl.max(x, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    return tl.sum(tl.exp2(x - base[:, None]), 1).to(tl.float64) * power_of_two_wide(base.to(tl.float64))
 
 
 @triton.jit
@@ -104,31 +120,36 @@ def fold(
         a2 = rescale(a2, factor)
         rho_sum = rescale(rho_sum, factor) + tl.sum(weighted, 1).to(tl.float64)
     else:
-        rise = tl.exp2(c) * RISE_UP - 1.0
+        rise = rise_of(c)
         excess = p * rise
         square = excess * rise
-        wide_a1 = tl.zeros_like(l)
-        wide_a2 = tl.zeros_like(l)
-        if tl.max(c_top, 0) > WIDE_BITS:
-            # e^c may leave float32's range while its weight is tiny, or becomes so when the maximum rises
-            wide = (c > WIDE_BITS) & ok
-            excess = tl.where(c > WIDE_BITS, 0.0, excess)
-            square = tl.where(c > WIDE_BITS, 0.0, square)
-            wide_a1 = tl.sum(exp2_wide(tl.where(wide, shifted + c, -2048.0)), 1)
-            wide_a2 = tl.sum(exp2_wide(tl.where(wide, shifted + 2.0 * c, -2048.0)), 1)
-            newer_wide = tl.maximum(m_wide, tl.ceil(tl.max(y + c, 1)))
-            base_wide = tl.where(newer_wide == float("-inf"), 0.0, newer_wide)
-            old = tl.where(m_wide == float("-inf"), float("-inf"), m_wide - base_wide)
-            mass = tl.sum(tl.exp2(y + c - base_wide[:, None]), 1)
-            l_wide = l_wide * power_of_two_wide(old.to(tl.float64)) + mass.to(tl.float64)
-            m_wide = newer_wide
+        a1 = rescale(a1, factor)
+        a2 = rescale(a2, factor)
+        most = tl.max(c_top, 0)
+        if most > RISE_LIMIT:
+            rise = tl.exp2(c) * RISE_UP - 1.0
+            excess = p * rise
+            square = excess * rise
+            if most > WIDE_BITS:
+                # e^c may leave float32's range while its weight is tiny, or becomes so when the maximum rises
+                wide = (c > WIDE_BITS) & ok
+                excess = tl.where(c > WIDE_BITS, 0.0, excess)
+                square = tl.where(c > WIDE_BITS, 0.0, square)
+                a1 += _sum_of_powers(tl.where(wide, shifted + c, float("-inf")))
+                a2 += _sum_of_powers(tl.where(wide, shifted + 2.0 * c, float("-inf")))
+                newer_wide = tl.maximum(m_wide, tl.ceil(tl.max(y + c, 1)))
+                base_wide = tl.where(newer_wide == float("-inf"), 0.0, newer_wide)
+                old = tl.where(m_wide == float("-inf"), float("-inf"), m_wide - base_wide)
+                mass = tl.sum(tl.exp2(y + c - base_wide[:, None]), 1)
+                l_wide = l_wide * power_of_two_wide(old.to(tl.float64)) + mass.to(tl.float64)
+                m_wide = newer_wide
         if INTERPRET:
             s0, s1, s2, s3 = tl.sum(p, 1), tl.sum(excess, 1), tl.sum(square, 1), tl.sum(weighted, 1)
         else:
             s0, s1, s2, s3 = tl.reduce((p, excess, square, weighted), 1, _add)
         l = l * factor + s0.to(tl.float64)  # noqa: E741
-        a1 = rescale(a1, factor) + s1.to(tl.float64) + wide_a1
-        a2 = rescale(a2, factor) + s2.to(tl.float64) + wide_a2
+        a1 += s1.to(tl.float64)
+        a2 += s2.to(tl.float64)
         rho_sum = rescale(rho_sum, factor) + s3.to(tl.float64)
     return p, power_of_two(drop), newer, l, a1, a2, c_max, rho_sum, m_wide, l_wide
 

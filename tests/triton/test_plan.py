@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.oracle import make_case
+from tests.kernels.oracle import make_case, softmax, stored_keys, stored_logits
 from tests.kernels.test_decode import queries, repair
 from witcert_kernels import (
     Budget,
@@ -22,11 +22,12 @@ from witcert_kernels import (
     triton_observatory,
     triton_reader,
 )
+from witcert_ref import bounds
 
 from .ahead_of_time import KERNELS, Recorder, arguments, calibration, meta
-from .backends import CUDA, ON_TRITON, Result, decode_torch, decode_triton, to_device
+from .backends import CUDA, ON_TRITON, Result, decode_torch, decode_triton, stored_bounds, to_device
 from .test_observatory import observed
-from .test_reader import extend_arguments
+from .test_reader import assert_sound, extend_arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, under the interpreter
 
@@ -91,6 +92,30 @@ def test_a_planned_observatory_read_is_the_unplanned_one() -> None:
     plan = plan_of(case.pool, 6, 3, case.page_table.shape[1], splits=2)
     given = (case.page_table, case.seq_lens)
     assert_same(decode_triton(q, case.pool, *given, plan=plan), decode_triton(q, case.pool, *given, splits=2))
+
+
+@pytest.mark.parametrize(("heads", "options"), [(4, {"sketch": 1}), (4, {"group": 16, "dither": True}), (40, {})])
+def test_two_digits_are_sound_and_close(heads: int, options: dict[str, Any]) -> None:
+    """What the third digit would hold is in ζ: at most 2^-15 of the row's largest |q| a channel, times 127.5 steps."""
+    layout = StoreLayout(2, 64, 64, page_size=16, **options)
+    case = make_case(7, layout, [90, 20], heads=heads)
+    q = queries(case, 3)[1:]
+    given = (case.page_table, case.seq_lens)
+    three, two = (
+        decode_triton(q, case.pool, *given, plan=plan_of(case.pool, heads, 2, 6, splits=2, digits=digits))
+        for digits in (3, 2)
+    )
+    assert_sound(case, q, two)
+    for b in range(2):
+        y, c = stored_logits(case, b, q[b], 0.125), stored_bounds(case, b, q[b], 0.125)
+        step = stored_keys(case, b)[2].max()
+        z = (q[b].double() * case.pool.calibration.f.double().repeat_interleave(heads // 2, 0)).abs()
+        lost = 0.125 * 127.5 * step * 64 * z.amax(-1).numpy() * 2.0**-16
+        for head in range(heads):
+            reported, wanted = float(two[2].meter[b, head]), float(three[2].meter[b, head])
+            assert reported >= bounds.meter(softmax(y)[head], c[head])
+            assert wanted < reported <= wanted * (1 + 2 * lost[head] / float(c[head].min())) + lost[head]
+    assert bool((two[2].meter < 1.2 * three[2].meter).all())
 
 
 def test_the_torch_path_takes_the_plans_splits() -> None:
