@@ -7,6 +7,8 @@ float32 arrays whose values that dtype holds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeAlias
@@ -48,6 +50,7 @@ CAPABILITIES: dict[str, str] = {
     "fit": "fitting an equaliser",
     "observatory": "reconstructions of any scheme, with a two-part meter",
     "telemetry": "counters of what was reported",
+    "settings": "defaults of a framework, such as autocast, that a caller may have changed",
     "refusals": "errors that name the argument, before anything is written",
     "cuda_graphs": "runs on CUDA tensors without host synchronisation, inside a captured graph",
 }
@@ -62,6 +65,7 @@ class Info:
         name, version, device: shown in the report.
         offers: keys of :data:`CAPABILITIES`.
         head_dims, head_dims_v, page_sizes, dtypes: what the suite may ask for.
+        wide_heads: ``(head_dim, head_dim_v)`` of real models that it may ask for as well, a few times.
         levels, levels_dither: largest code whose scale covers the amax.
         step_widening, sketch_widening: documented relative rounding of the writer; both are in c.
         tanh_error: documented error of the soft cap, over the cap.
@@ -78,6 +82,7 @@ class Info:
     head_dims: tuple[int, ...] = (2, 4, 8, 16)
     head_dims_v: tuple[int, ...] = (2, 4, 8)
     page_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    wide_heads: tuple[tuple[int, int], ...] = ((80, 80), (192, 128), (256, 256), (576, 512))
     dtypes: tuple[Dtype, ...] = ("float32",)
     levels: float = 127.0
     levels_dither: float = 126.5
@@ -396,6 +401,14 @@ class OffersTelemetry(Protocol):
 
     def telemetry(self, store: Store) -> Counts:
         """Counts over all decodes of the store."""
+        ...
+
+
+class OffersSettings(Protocol):
+    """Group ``settings``."""
+
+    def settings(self) -> Mapping[str, AbstractContextManager[Any]]:
+        """Name to a context in which a framework's default is another one; made anew by each call."""
         ...
 
 

@@ -28,7 +28,7 @@ class Case:
     lengths: tokens a sequence in the pool; rows: query rows a sequence (None: one each); chunk: the rows bring their
     own exact keys; group_heads: query heads a kv head; equalised: a calibration with shifted, scaled channels;
     repaired: share of the pages that are exact; written: tokens a call to ``quantize``; shuffled: pages in random
-    order; masked: some entries of the bias are -Inf, in one row all; scale: of the queries.
+    order; masked: some entries of the bias are -Inf, in one row all; scale: of the queries; sm_scale: None for 1/√d.
     """
 
     layout: Layout = PLAIN
@@ -38,6 +38,7 @@ class Case:
     queries: str = "normal"
     values: str = "normal"
     scale: float = 1.0
+    sm_scale: float | None = None
     equalised: bool = False
     rows: tuple[int, ...] | None = None
     chunk: bool = False
@@ -72,7 +73,9 @@ def adapted(info: Info, case: Any) -> Any:
     def near(value: Any, allowed: tuple[Any, ...]) -> Any:
         return value if value in allowed else min(allowed)
 
-    d, d_v = near(layout.head_dim, info.head_dims), near(layout.head_dim_v, info.head_dims_v)
+    d, d_v = layout.head_dim, layout.head_dim_v
+    if (d, d_v) not in info.wide_heads:
+        d, d_v = near(d, info.head_dims), near(d_v, info.head_dims_v)
     group = (
         layout.group
         if layout.group and d % layout.group == 0 and d_v % layout.group == 0 and "groups" in info.offers
@@ -140,7 +143,8 @@ def calibration(layout: Layout, rng: np.random.Generator, *, equalised: bool, ke
     u = np.zeros((kv, layout.sketch, d))
     for h in range(kv):
         channels = np.flatnonzero(kept[h])
-        basis = np.linalg.qr(rng.normal(size=(len(channels), len(channels))))[0] if len(channels) else np.zeros((0, 0))
+        drawn = rng.normal(size=(len(channels), len(channels)))
+        basis = np.linalg.qr(drawn)[0] if layout.sketch else drawn
         for i in range(layout.sketch):
             u[h, i, channels] = basis[i] if i < len(channels) else 0
     single = (np.asarray(x, np.float32).astype(np.float64) for x in (mu, f, u))
@@ -236,7 +240,7 @@ def _with_read(scene: Scene, rng: np.random.Generator, used: Ints) -> Scene:
         v_new=arrays.round_to(rng.normal(size=(*new, layout.head_dim_v)), layout.dtype) if case.chunk else None,
         causal=case.causal,
         exact_pages=exact_pages,
-        sm_scale=float(np.float32(layout.head_dim**-0.5)),
+        sm_scale=float(np.float32(layout.head_dim**-0.5 if case.sm_scale is None else case.sm_scale)),
         sinks=rng.normal(size=heads).astype(np.float32).astype(np.float64) if case.sinks else None,
         soft_cap=case.soft_cap,
         window_left=case.window_left,

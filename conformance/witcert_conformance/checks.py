@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import exact
-from .adapter import Array, Decoded, Mask
+from .adapter import Array, Decoded, Info, Mask
 from .case import Scene
 from .exact import C_LARGE, FLOAT_MARGIN, MP, finite
 from .model import Block, blocks
@@ -97,6 +97,19 @@ def meter_is_useful(block: Block, decoded: Decoded) -> None:
             MP.mpf(float(got[r])) <= most_r,
             f"meter: got {got[r]!r} at {where(block, r)}, wants at most {MP.nstr(most_r, 12)}, "
             f"1.01 of the exact meter {MP.nstr(meter, 12)} and an error budget of {block.slack[r]:.3g}",
+        )
+
+
+def meter_is_not_vacuous(block: Block, decoded: Decoded) -> None:
+    """1 − meter ≥ 0.95 · (1 − the meter of the exact quantities) − the documented error budget."""
+    got = cell(block, decoded.meter, "meter")
+    p, upper = _masked(block)[0], block.bounds[1]
+    room = 1 - exact.meter(p, upper)
+    for r in np.flatnonzero(plain_rows(block) & (upper.max(1, initial=0) < C_LARGE)).tolist():
+        least = 0.95 * room[r] * (1 - FLOAT_MARGIN) - block.slack[r] - 8 * block.noise[r]
+        require(
+            1 - got[r] >= least,
+            f"meter: got {got[r]!r} at {where(block, r)}, wants at most {1 - least!r}, exactly it is {1 - room[r]!r}",
         )
 
 
@@ -241,6 +254,16 @@ Check = Callable[[Block, Decoded], None]
 SOUND: tuple[Check, ...] = (meter_is_a_probability, meter_covers_worst_case, meter_covers_true_keys)
 READS: tuple[Check, ...] = (lse_is_of_the_stored_keys, output_is_attention)
 ALL: tuple[Check, ...] = (*READS, *SOUND, meter_is_useful)
+
+
+def everything(info: Info) -> tuple[Check, ...]:
+    """All checks that an implementation can be put to."""
+    kinds = ALL
+    if "value_error" in info.offers:
+        kinds += (value_error_covers, value_error_is_useful)
+    if "risk" in info.offers:
+        kinds += (risk_and_eform,)
+    return kinds
 
 
 def run(scene: Scene, checks: Iterable[Check], decoded: Decoded | None = None) -> Decoded:

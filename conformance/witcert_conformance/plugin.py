@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("witcert conformance")
     group.addoption(
         "--impl", action="append", default=[], metavar="NAME",
-        help="ref, torch-cpu, triton-interpret, triton-cuda, or package.module:Adapter; may be repeated",
+        help="ref, torch-cpu, numba-cpu, triton-interpret, triton-cuda, or package.module:Adapter; may be repeated",
     )  # fmt: skip
     group.addoption(
         "--profile", default="ci", choices=("quick", "ci", "release"), dest="conformance_profile",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -144,6 +144,25 @@ def run_property(
                 reproduction(prop.name, name, trial.case),
             )
     return Outcome(prop.name, "passed", trial.runs, time.perf_counter() - start)
+
+
+def sample(prop: Property, adapter: Adapter, *, profile: str = "ci", root_seed: int = 0) -> list[Any]:
+    """The cases that :func:`run_property` would try, none failing: the pinned ones, then drawn ones."""
+    tried: list[Any] = []
+    recording = replace(prop, check=lambda adapter, case: tried.append(case))
+    run_property(recording, adapter, prop.name, profile=profile, root_seed=root_seed)
+    return tried
+
+
+def survives(prop: Property, adapter: Adapter, tried: Iterable[Any], *, profile: str = "ci") -> bool:
+    """Whether no case makes the property fail or raise; stops at the first that does."""
+    with _profile(profile), np.errstate(all="ignore"):
+        for case in tried:
+            try:
+                prop.check(adapter, case)
+            except Exception:
+                return False
+    return True
 
 
 def reproduction(prop: str, name: str, case: Any) -> str:

@@ -64,6 +64,7 @@ def cases(
     shuffled: bool = False,
     delta: bool = False,
     scales: Collection[float] = (1.0, 0.1, 4.0),
+    sm_scales: Collection[float | None] = (None,),
 ) -> Case:
     """A case. Features ``on`` are there always, ``maybe`` sometimes where offered.
 
@@ -86,6 +87,7 @@ def cases(
         queries=draw(st.sampled_from(tuple(queries))),
         values=draw(st.sampled_from(tuple(values))),
         scale=draw(st.sampled_from(tuple(scales))),
+        sm_scale=draw(st.sampled_from(tuple(sm_scales))),
         equalised="equaliser" in features,
         rows=per_row,
         chunk=chunk,

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from witcert_conformance import checks
 from witcert_conformance.exact import meter
-from witcert_conformance.mutants import IMPLIED, MUTANTS
+from witcert_conformance.mutants import mutants
 from witcert_conformance.properties import guards
 from witcert_conformance.registry import properties
 from witcert_conformance.runner import Outcome, run_property
 
+MUTANTS = mutants()
 TWINS = sorted({m.twin for m in MUTANTS.values()}, key=lambda kind: kind.__name__)
 
 
@@ -19,13 +20,8 @@ def killed(name: str) -> Outcome:
     return run_property(properties()[mutant.killed_by], mutant.kind(), name, profile="mutants", shrink=False)
 
 
-def test_every_mutant_is_killed_by_an_assertion_of_its_property(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_mutant_is_killed_by_an_assertion_of_its_property() -> None:
     outcomes = {name: killed(name) for name in MUTANTS}
-    with capsys.disabled():
-        print()
-        for name, outcome in outcomes.items():
-            print(f"{MUTANTS[name].mistake:100.100} {outcome.verdict:7} {outcome.name}")
-        print(f"{len(outcomes)} planted bugs, {sum(o.verdict == 'failed' for o in outcomes.values())} rejected")
     assert {name: o.message for name, o in outcomes.items() if o.verdict != "failed"} == {}
 
 
@@ -44,11 +40,6 @@ def test_there_are_enough_planted_bugs_and_each_is_one_change() -> None:
         assert 1 <= len(own) <= 4, (mutant.name, own)
 
 
-def test_every_property_rejects_a_planted_bug() -> None:
-    asked = {name for name, p in properties().items() if not p.cuda}
-    assert asked - {m.killed_by for m in MUTANTS.values()} == set(IMPLIED)
-
-
 def test_properties_name_their_theorems_and_say_what_holds() -> None:
     for prop in properties().values():
         assert prop.summary.endswith("."), prop.name
@@ -57,7 +48,7 @@ def test_properties_name_their_theorems_and_say_what_holds() -> None:
 
 @pytest.mark.parametrize(
     ("form", "name"),
-    [("dispersion", "dispersion_form_stays_refuted"), ("variance_averaged", "variance_averaged_form_stays_refuted")],
+    [("dispersion", "dispersion_form_is_refuted"), ("variance_averaged", "variance_averaged_form_is_refuted")],
 )
 def test_a_guard_that_stops_biting_fails_the_suite(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, form, lambda p, c: float(meter(p, c)))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from witcert_conformance import CAPABILITIES, Case, Info, Layout, load, release, release_check
-from witcert_conformance.mutants import MUTANTS
+from witcert_conformance.mutants import mutants
 from witcert_conformance.registry import properties
 from witcert_conformance.runner import run_property
 
@@ -76,7 +76,7 @@ def test_an_unknown_implementation_is_a_usage_error() -> None:
 
 
 def test_a_failure_prints_a_minimal_program_that_fails(tmp_path: Path) -> None:
-    name = f"witcert_conformance.mutants:{MUTANTS['clips_at126'].kind.__name__}"
+    name = mutants()["clips_at126"].target
     done = run_pytest("--impl", name, "-k", "residual_within_half_step")
     assert done.returncode == 1
     program = "\n".join(
@@ -96,7 +96,7 @@ def test_a_failure_prints_a_minimal_program_that_fails(tmp_path: Path) -> None:
 
 
 def test_a_minimal_case_is_small() -> None:
-    mutant = MUTANTS["lse_in_base2"]
+    mutant = mutants()["lse_in_base2"]
     outcome = run_property(properties()[mutant.killed_by], mutant.kind(), "mutant", profile="ci")
     assert outcome.reproduction.count("Case(") == 1
     assert len(outcome.reproduction) < 300
@@ -108,7 +108,7 @@ def test_release_check_fails_unless_everything_passed(tmp_path: Path, monkeypatc
     report = tmp_path / "release.json"
     assert release_check([EXAMPLE], profile="quick", report=report, write=lines.append) == 0
     assert lines[-1] == "conformance: passed" and report.is_file() and report.with_suffix(".html").is_file()
-    assert release_check(["witcert_conformance.mutants:ClipsAt126"], profile="quick", write=lines.append) == 1
+    assert release_check([mutants()["clips_at126"].target], profile="quick", write=lines.append) == 1
     assert lines[-1] == "conformance: FAILED"
     assert release_check([EXAMPLE, "no.such.module:Adapter"], profile="quick", write=lines.append) == 1
 

@@ -3,6 +3,7 @@
 OURS = {
     "ref": "witcert_conformance.adapters.ref:Reference",
     "torch-cpu": "witcert_conformance.adapters.kernels:TorchCpu",
+    "numba-cpu": "witcert_conformance.adapters.kernels:NumbaCpu",
     "triton-interpret": "witcert_conformance.adapters.kernels:TritonInterpret",
     "triton-cuda": "witcert_conformance.adapters.kernels:TritonCuda",
     "twin": "witcert_conformance.twin:Twin",

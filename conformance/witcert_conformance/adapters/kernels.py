@@ -1,11 +1,11 @@
-"""``witcert_kernels`` behind the suite's protocol: the torch path, Triton's interpreter, Triton on a GPU."""
+"""``witcert_kernels`` behind the suite's protocol: the torch path, numba, Triton's interpreter, Triton on a GPU."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata, util
@@ -39,7 +39,8 @@ if not torch.cuda.is_available():
 
 _OFFERS = frozenset({
     "groups", "witness", "sketch", "equaliser", "bypass", "dither", "value_error", "risk", "splits", "extend", "sinks",
-    "soft_cap", "window", "bias", "repair", "page_reuse", "reorder", "observatory", "refusals", "telemetry",
+    "soft_cap", "window", "bias", "repair", "page_reuse", "reorder", "binding", "observatory", "settings", "refusals",
+    "telemetry",
 })  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def _info(name: str, device: str, slow: bool) -> Info:
         dtypes=("float32", "float16", "bfloat16"),
         slow=slow,
         cell_share=1 / 1000 if slow else 1.0,
-        versions={"torch": torch.__version__, "triton": _version("triton")},
+        versions={"torch": torch.__version__, "triton": _version("triton"), "numba": _version("numba")},
     )
 
 
@@ -91,7 +92,7 @@ def _numpy(x: Tensor) -> Array:
 
 
 class Kernels:
-    """What the three have in common."""
+    """What they have in common."""
 
     device = "cpu"
     backend = ""
@@ -274,6 +275,39 @@ class Kernels:
 
         return fit_equaliser(keys, layout)
 
+    def read_with(self, store: _Store, calibration: Calibration, read: Read) -> Decoded:
+        own = self._calibration(calibration, store.layout)
+        assert own is not None
+        store.pool.calibration = replace(own, u=own.u[:, : store.layout.sketch].contiguous())
+        return self.decode(store, read)
+
+    def settings(self) -> dict[str, AbstractContextManager[Any]]:
+        return {
+            "autocast": torch.autocast(self.device, dtype=torch.bfloat16),
+            "products in bfloat16": self._matmul("bf16"),
+            "default dtype float64": self._default(torch.float64),
+        }
+
+    @contextmanager
+    def _matmul(self, precision: str) -> Iterator[None]:
+        """Float32 products in another precision, as ``torch.set_float32_matmul_precision`` allows."""
+        backend = torch.backends.cuda if self.device == "cuda" else torch.backends.mkldnn
+        matmul: Any = backend.matmul
+        before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if self.device == "cuda" else precision
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
+
+    @contextmanager
+    def _default(self, dtype: torch.dtype) -> Iterator[None]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
     def telemetry(self, store: _Store) -> Counts:
         assert store.telemetry is not None
         counters = store.telemetry.read()
@@ -329,6 +363,18 @@ class Kernels:
 
 class TorchCpu(Kernels):
     """The vectorised torch path."""
+
+    backend = "torch"
+
+
+class NumbaCpu(Kernels):
+    """What CPU tensors take where numba is installed: plain decodes compiled, the rest of the torch path."""
+
+    name = "numba-cpu"
+
+    def __init__(self) -> None:
+        if util.find_spec("numba") is None:
+            raise ImportError("numba is not installed")
 
 
 class TritonInterpret(Kernels):

@@ -47,7 +47,10 @@ def _written(adapter: Adapter, case: Case) -> None:
     plain(on=("dither",), keys=ORDINARY, lengths=(6, 20), shuffled=True),
     theorems=("mgf_residual",),
     needs=("dither",),
-    pinned=(replace(DITHERED, shuffled=True, written=3),),
+    pinned=(
+        replace(DITHERED, shuffled=True, written=3),
+        *(replace(DITHERED, lengths=(15,), shuffled=True, seed=s) for s in (1, 2)),
+    ),
 )
 def _anywhere(adapter: Adapter, case: Case) -> None:
     """Positions key the dither, wherever the page lies and however many tokens a call writes, on both sides."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from .. import checks
 from ..adapter import Adapter, Info, Layout, optional
 from ..case import Case, build
-from ..checks import require, run
+from ..checks import require, run, same
 from ..exact import finite
 from ..model import bypass_mask
 from ..registry import prop
@@ -126,7 +126,10 @@ def _bypass(adapter: Adapter, case: Case) -> None:
     plain(on=("bypass",), kv_heads=2, maybe=("groups", "equaliser", "witness")),
     theorems=("read_certificate",),
     needs=("bypass",),
-    pinned=(Case(layout=Layout(head_dim=8, bypass=1), lengths=(6,), keys="outlier"),),
+    pinned=(
+        Case(layout=Layout(head_dim=8, bypass=1), lengths=(6,), keys="outlier"),
+        *(Case(layout=Layout(kv_heads=2, head_dim=8, bypass=1), lengths=(6,), keys="outlier", seed=n) for n in (0, 1)),
+    ),
 )
 def _bypass_read(adapter: Adapter, case: Case) -> None:
     """Bypass channels are in the logit once, exactly, and not in c."""
@@ -143,13 +146,17 @@ def _bypass_read(adapter: Adapter, case: Case) -> None:
 def _binding(adapter: Adapter, case: Case) -> None:
     """Bytes are read with the calibration that wrote them; another one is refused."""
     scene = build(adapter, case)
-    optional(adapter).read_with(scene.store, scene.calibration, scene.read)
-    other = replace(scene.calibration, f=scene.calibration.f * 2)
-    try:
-        optional(adapter).read_with(scene.store, other, scene.read)
-    except ValueError:
-        return
-    require(False, "calibration: another one than the writer's was accepted")
+    mine = scene.calibration
+    same(scene.decode(), optional(adapter).read_with(scene.store, mine, scene.read), what="read with the writer's own")
+    others = {"mu": replace(mine, mu=mine.mu + 1), "f": replace(mine, f=mine.f * 2)}
+    if case.layout.sketch:
+        others["u"] = replace(mine, u=-mine.u)
+    for name, other in others.items():
+        try:
+            optional(adapter).read_with(scene.store, other, scene.read)
+        except ValueError:
+            continue
+        require(False, f"calibration: one of another {name} than the writer's was accepted")
 
 
 WIDE = Layout(head_dim=8)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from hypothesis import strategies as st
 
 from .. import checks
-from ..adapter import Adapter
+from ..adapter import Adapter, Info, Layout
 from ..case import Case, build
 from ..checks import require, run
 from ..registry import prop
-from ..strategies import plain
+from ..strategies import LAYOUT_FEATURES, cases, plain
 from .nonfinite import spoiled
 
 ROWS = Case(lengths=(6, 4), rows=(3, 1))
@@ -53,7 +54,7 @@ def _chunk(adapter: Adapter, case: Case) -> None:
     plain(rows=(0, 3), lengths=(0, 8), batch=(2, 4), chunk=True, kv_heads=2),
     theorems=("read_certificate",),
     needs=("extend",),
-    pinned=(replace(ROWS, lengths=(3, 0, 5), rows=(0, 2, 3), chunk=True),),
+    pinned=(replace(ROWS, layout=Layout(kv_heads=2), lengths=(3, 0, 5), rows=(0, 2, 3), chunk=True),),
 )
 def _ragged(adapter: Adapter, case: Case) -> None:
     """Sequences with no row, one or many, with and without a prefix, in one call."""
@@ -99,3 +100,44 @@ def _window(adapter: Adapter, case: Case) -> None:
 def _window_decode(adapter: Adapter, case: Case) -> None:
     """The same for one row a sequence."""
     run(build(adapter, case), checks.ALL)
+
+
+@prop(
+    "window_over_a_chunk",
+    plain(on=("window",), rows=(1, 4), lengths=(0, 10), chunk=True),
+    theorems=("tv_softmax_le_meter",),
+    needs=("extend", "window"),
+    pinned=(replace(ROWS, chunk=True, window_left=1), replace(ROWS, chunk=True, window_left=4, rows=(3, 4))),
+)
+def _window_chunk(adapter: Adapter, case: Case) -> None:
+    """A window reaches from the row's own position in its chunk back into the stored prefix."""
+    run(build(adapter, case), checks.ALL)
+
+
+def _prefills(info: Info) -> st.SearchStrategy[Case]:
+    features = (*LAYOUT_FEATURES, "splits", "sinks", "soft_cap", "window", "bias", "repair")
+    both = (
+        cases(info, rows=(1, 3), chunk=chunk, maybe=features, kv_heads=2, lengths=(1, 14), shuffled=True)
+        for chunk in (True, False)
+    )
+    return st.one_of(*both)
+
+
+PREFILL = Case(
+    layout=Layout(kv_heads=2, head_dim=8, head_dim_v=4, group=4, page_size=2, sketch=2, witness_bands=2, bypass=1),
+    lengths=(9, 5), group_heads=2, keys="edge", queries="along_u", equalised=True, rows=(3, 2), chunk=True, sinks=True,
+    bias=True, window_left=6, repaired=0.3, shuffled=True,
+)  # fmt: skip
+
+
+@prop(
+    "everything_in_a_prefill",
+    _prefills,
+    theorems=("read_certificate",),
+    needs=("extend",),
+    pinned=(PREFILL, replace(PREFILL, chunk=False, soft_cap=8.0, splits=3)),
+    examples=60,
+)
+def _prefill(adapter: Adapter, case: Case) -> None:
+    """Several rows a sequence, with or without a chunk of their own, over every combination of what is offered."""
+    run(build(adapter, case), checks.everything(adapter.info))

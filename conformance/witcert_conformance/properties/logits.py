@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from .. import checks
-from ..adapter import Adapter
+from ..adapter import Adapter, Layout
 from ..case import Case, build
 from ..checks import run
 from ..registry import prop
@@ -86,3 +88,51 @@ def _bias(adapter: Adapter, case: Case) -> None:
 def _masked(adapter: Adapter, case: Case) -> None:
     """A bias of −Inf masks a token, under a cap too; where it masks all, the row is empty."""
     run(build(adapter, case), checks.ALL)
+
+
+@prop(
+    "sm_scale_is_the_callers",
+    plain(sm_scales=(1.0, 0.0625, 0.3), maybe=("groups", "witness")),
+    theorems=("read_certificate", "abs_logit_error_le_half_step"),
+    pinned=(replace(SEEN, sm_scale=0.0625), replace(SEEN, sm_scale=1.0, queries="after")),
+)
+def _scale(adapter: Adapter, case: Case) -> None:
+    """The scale of a logit is the caller's, whatever the head's width, in the logit and in its bound."""
+    run(build(adapter, case), checks.ALL)
+
+
+@prop(
+    "terms_that_cancel",
+    plain(keys=("normal",), queries=("normal",), batch=(1, 1), maybe=("soft_cap",)),
+    theorems=("tv_softmax_le_meter_of_rounding", "abs_add_le_of_rounding"),
+    needs=("bypass", "bias", "equaliser", "sinks", "value_error"),
+    pinned=(Case(layout=Layout(head_dim=8, head_dim_v=2), lengths=(9,)),),
+)
+def _cancel(adapter: Adapter, case: Case) -> None:
+    """Large terms that leave a small logit: what float32 or float64 lost on the way is in the report."""
+    kinds = (checks.meter_is_a_probability, checks.meter_covers_true_keys, checks.value_error_covers)
+    layout = replace(case.layout, dtype="float32", head_dim=max(4, case.layout.head_dim), bypass=1)
+    scene = build(adapter, replace(case, layout=layout, bias=True))
+    # a bypass pair of 1000 against queries of 4003, and a bias that takes it back
+    channels = scene.calibration.bypass_channels(layout)[0]
+    k, q = scene.k * 2.0**-6, scene.read.q * 2.0**-6
+    k[..., channels], q[..., channels] = 1000 + np.abs(k[..., channels]) * 2.0**-4, 4003.0
+    k, q = (x.astype(np.float32).astype(np.float64) for x in (k, q))
+    assert scene.read.bias is not None
+    bias = (scene.read.bias - scene.read.sm_scale * 2 * 4003e3).astype(np.float32).astype(np.float64)
+    adapter.quantize(scene.store, k, scene.v, scene.slots, scene.positions)
+    run(replace(scene, k=k, read=replace(scene.read, q=q, bias=bias)), kinds)
+    # q·mu = 2^60 + 1.5 - 2^60, beside a sink
+    scene = build(
+        adapter, replace(case, layout=replace(layout, bypass=0), equalised=True, sinks=True, bias=True, soft_cap=0.0)
+    )
+    big = 2.0**30
+    mu, f, q = np.zeros_like(scene.calibration.mu), np.full_like(scene.calibration.f, 1 / big), 0 * scene.read.q
+    mu[:, :3], q[..., :3] = (big, 1.5, big), (big, 1.0, -big)
+    calibration = replace(scene.calibration, mu=mu, f=f)
+    pages = len(adapter.stored(scene.store).codes)
+    store = adapter.create(scene.case.layout, pages, calibration, layer=scene.layer, seed=scene.seed)
+    k = 0 * scene.k + mu
+    adapter.quantize(store, k, scene.v, scene.slots, scene.positions)
+    read = replace(scene.read, q=q, sm_scale=1.0)
+    run(replace(scene, k=k, store=store, calibration=calibration, read=read), kinds)

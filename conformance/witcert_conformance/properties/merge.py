@@ -27,12 +27,7 @@ UNEVEN = Case(layout=ONE_TOKEN_PAGES, lengths=(9,), keys="massive", queries="aft
 )
 def _splits(adapter: Adapter, case: Case) -> None:
     """Any number of splits keeps every contract."""
-    kinds = [*checks.ALL]
-    if "risk" in adapter.info.offers:
-        kinds.append(checks.risk_and_eform)
-    if "value_error" in adapter.info.offers:
-        kinds += [checks.value_error_covers, checks.value_error_is_useful]
-    run(build(adapter, case), kinds)
+    run(build(adapter, case), checks.everything(adapter.info))
 
 
 @prop(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from .. import checks
-from ..adapter import Adapter, Layout, optional
+from ..adapter import Adapter, Dtype, Layout, optional
 from ..case import Case, Scene, build
 from ..checks import require, same
 from ..model import blocks
@@ -147,6 +147,39 @@ def _values(adapter: Adapter, case: Case) -> None:
         others_unchanged(case, before, after, h, f"a value of another sequence became {bad}")
         require(np.array_equal(before.meter, after.meter), f"meter: changed when a value became {bad}")
         require(not np.isnan(after.out).any(), f"out: got NaN with a value of {bad}")
+
+
+LARGEST: dict[Dtype, float] = {"float32": 2.0**128 - 2.0**104, "float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120}
+"""Largest number of each dtype."""
+
+
+@prop(
+    "outputs_that_overflow",
+    plain(keys=("normal", "equal"), batch=(1, 2), values=("normal",)),
+    theorems=("output_error_le", "output_rounding_le"),
+    needs=("value_error",),
+    pinned=tuple(Case(layout=Layout(head_dim=2, head_dim_v=2, dtype=d), lengths=(4,)) for d in LARGEST),
+)
+def _outputs(adapter: Adapter, case: Case) -> None:
+    """Values at the dtype's end: never NaN, and an output that is not finite has value error +Inf."""
+    kinds = [False, *([True] if "extend" in adapter.info.offers else [])]
+    for chunk in kinds:
+        scene = build(adapter, replace(case, chunk=chunk, rows=tuple(1 for _ in case.lengths) if chunk else None))
+        sign = np.where(np.random.default_rng(case.seed).random(case.layout.head_dim_v) < 0.5, -1.0, 1.0)
+        end = LARGEST[case.layout.dtype] * sign
+        if chunk:
+            assert scene.read.v_new is not None
+            scene = replace(scene, read=replace(scene.read, v_new=0 * scene.read.v_new + end))
+        scene = replace(scene, v=0 * scene.v + end)
+        adapter.quantize(scene.store, scene.k, scene.v, scene.slots, scene.positions)
+        decoded = checks.run(scene, (checks.value_error_covers,))
+        assert decoded.value_error is not None
+        require(not np.isnan(decoded.out).any(), f"out: got NaN with values of {abs(end[0])!r}")
+        lost = ~np.isfinite(decoded.out).all(-1)
+        require(
+            np.isinf(decoded.value_error[lost]).all(),
+            f"value_error: got {decoded.value_error[lost].tolist()} for an output that is not finite, wants inf",
+        )
 
 
 @prop(

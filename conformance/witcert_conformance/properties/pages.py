@@ -10,7 +10,7 @@ import numpy as np
 from .. import checks
 from ..adapter import Adapter, Array, Layout, optional
 from ..case import Case, build
-from ..checks import run, same
+from ..checks import require, run, same
 from ..registry import prop
 from ..strategies import plain
 
@@ -91,7 +91,7 @@ def _slots(scene: Any, table: Array) -> Array:
     "crop_leaves_the_rest",
     plain(lengths=(4, 12), maybe=("sketch",)),
     needs=("reorder",),
-    pinned=(FULL,),
+    pinned=(FULL, replace(FULL, layout=Layout(head_dim=8, sketch=2))),
 )
 def _crop(adapter: Adapter, case: Case) -> None:
     """A shorter read of the same pages, and a second turn written behind it, see only what they should."""
@@ -104,5 +104,13 @@ def _crop(adapter: Adapter, case: Case) -> None:
         if count:
             adapter.quantize(scene.store, scene.k[part], scene.v[part], scene.slots[part], scene.positions[part])
     run(scene, checks.ALL)
+    fresh = adapter.create(
+        case.layout, len(adapter.stored(scene.store).codes), scene.calibration, layer=scene.layer, seed=scene.seed
+    )
+    adapter.quantize(fresh, scene.k, scene.v, scene.slots, scene.positions)
+    at = np.divmod(scene.slots, case.layout.page_size)
+    for name, want in vars(adapter.stored(fresh)).items():
+        got = getattr(adapter.stored(scene.store), name)
+        require(got is None or np.array_equal(got[at], want[at]), f"{name}: not what a fresh store holds")
     cut = replace(scene, read=replace(scene.read, seq_lens=np.asarray(shorter)))
     run(cut, checks.ALL)

@@ -37,6 +37,7 @@ def _refusals(adapter: Adapter, case: Case) -> None:
     k, v, at, positions = scene.k, scene.v, scene.slots, scene.positions
     beyond = np.where(np.arange(len(at)) == 0, len(before.codes) * case.layout.page_size, at)
     refused("slots", lambda: adapter.quantize(store, k, v, beyond, positions))
+    refused("slots", lambda: adapter.quantize(store, k, v, np.where(beyond == beyond[0], -1, at), positions))
     refused("slots", lambda: adapter.quantize(store, k, v, np.zeros_like(at), positions))
     refused("k", lambda: adapter.quantize(store, k[..., :-1], v, at, positions))
     refused("v", lambda: adapter.quantize(store, k, v[:-1], at, positions))
@@ -45,10 +46,12 @@ def _refusals(adapter: Adapter, case: Case) -> None:
         np.array_equal(before.codes, after.codes) and np.array_equal(before.scale, after.scale),
         "store: written before the refusal",
     )
-    table = read.page_table.copy()
-    table[0, 0] = len(before.codes)
-    refused("page_table", lambda: adapter.decode(store, replace(read, page_table=table)))
-    longer = read.seq_lens + 10**6
-    refused("seq_lens", lambda: adapter.decode(store, replace(read, seq_lens=longer)))
+    for page in (len(before.codes), -1):
+        table = read.page_table.copy()
+        table[0, 0] = page
+        refused("page_table", lambda table=table: adapter.decode(store, replace(read, page_table=table)))
+    for length in (10**6, -1):
+        lengths = np.where(np.arange(len(read.seq_lens)) == 0, length, read.seq_lens)
+        refused("seq_lens", lambda lengths=lengths: adapter.decode(store, replace(read, seq_lens=lengths)))
     if case.layout.dither:
         refused("delta", lambda: adapter.decode(store, replace(read, budget=Budget(0.0, 1, 1, 1))))

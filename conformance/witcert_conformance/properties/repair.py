@@ -64,7 +64,7 @@ def _witness(adapter: Adapter, case: Case) -> None:
     plain(lengths=(1, 14), values=("normal", "edge"), maybe=("sketch", "bypass", "equaliser")),
     theorems=("tv_tilt_eq_zero_of_all_repaired",),
     needs=("repair",),
-    pinned=(Case(lengths=(6,)),),
+    pinned=(Case(lengths=(6,)), Case(layout=Layout(head_dim=8, bypass=1), lengths=(6,), equalised=True)),
 )
 def _backing(adapter: Adapter, case: Case) -> None:
     """The backing store holds the very keys and values: with all pages in, attention is exact, the meter rounding."""

@@ -75,6 +75,10 @@ def _read(adapter: Adapter, case: Case) -> None:
     pinned=(
         replace(SKETCHED, queries="along_u", lengths=(2,)),
         Case(layout=Layout(head_dim=2, sketch=1), lengths=(2,), keys="equal", queries="along_u", scale=0.1),
+        *(
+            Case(layout=Layout(head_dim=8, sketch=8), lengths=(2,), keys="equal", queries=q, scale=0.1)
+            for q in ("along_u", "signs", "normal")
+        ),
     ),
 )
 def _bound(adapter: Adapter, case: Case) -> None:

@@ -66,7 +66,18 @@ def _covers(adapter: Adapter, case: Case) -> None:
     ),
     theorems=("tierA_certificate", "abs_dot_le_sum_bandNorm", "abs_logit_error_le"),
     needs=("witness",),
-    pinned=(WITNESSED, replace(WITNESSED, lengths=(2,), scale=0.1, queries="signs")),
+    pinned=(
+        WITNESSED,
+        replace(WITNESSED, lengths=(2,), scale=0.1, queries="signs"),
+        replace(
+            WITNESSED,
+            lengths=(40,),
+            layout=Layout(head_dim=8, witness_bands=4),
+            keys="outlier",
+            queries="one_hot",
+            scale=4.0,
+        ),
+    ),
 )
 def _bounds(adapter: Adapter, case: Case) -> None:
     """c is the smaller of the half-step and Σ_b ‖w_b‖ ω_b: sound with the stored codes, and not loose."""

@@ -140,7 +140,7 @@ def _zeros(adapter: Adapter, case: Case) -> None:
         maybe=("sketch", "witness", "bypass", "equaliser"),
     ),
     theorems=("abs_dequantize_sub_le",),
-    pinned=(replace(EDGE, lengths=(24,)),),
+    pinned=(replace(EDGE, lengths=(24,)), replace(EDGE, lengths=(64,))),
 )
 def _pure(adapter: Adapter, case: Case) -> None:
     """The same key makes the same bytes in any batch, page order or chunking."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -112,6 +115,22 @@ class Extras(Reader):
     def floor(self, half_range: Array) -> Array:
         """A constant channel has half-range 0: a small positive number instead."""
         return np.maximum(half_range, 2.0**-16)
+
+    # settings
+
+    reduced = False
+    """Whether a caller allows products in reduced precision, which nothing here makes use of."""
+
+    def settings(self) -> Mapping[str, AbstractContextManager[Any]]:
+        return {"reduced precision": self._reduce()}
+
+    @contextmanager
+    def _reduce(self) -> Iterator[None]:
+        self.reduced = True
+        try:
+            yield
+        finally:
+            self.reduced = False
 
     # telemetry
 

@@ -112,7 +112,7 @@ class Reader(Writer):
             single = columns.astype(np.float32)
         up = np.where(single < columns, np.nextafter(single, np.float32(np.inf)), single).astype(np.float64)
         decoded = Decoded(
-            out=out.astype(store.layout.dtype).astype(np.float64), lse=single[0].astype(np.float64),
+            out=self.cast(store, out), lse=single[0].astype(np.float64),
             meter=self.stored_meter(up[1]), guarantee=self.guarantee(store, read), eform=up[2],
             risk=up[3], value_error=up[4],
         )  # fmt: skip
@@ -133,6 +133,11 @@ class Reader(Writer):
             raise ValueError(f"page_table: got a page outside 0..{count - 1}")
         if read.budget is not None and not 0 < read.budget.delta <= 1:
             raise ValueError(f"budget.delta: got {read.budget.delta}, wants a number in (0, 1]")
+
+    def cast(self, store: TwinStore, out: Array) -> Array:
+        """The output in the model's dtype, clamped: v̂ may be larger than the largest number of it."""
+        top = float(np.finfo(store.layout.dtype).max)
+        return np.clip(out, -top, top).astype(store.layout.dtype).astype(np.float64)
 
     def stored_meter(self, meter: Array) -> Array:
         """The meter as it is kept for the report: float32."""
@@ -459,7 +464,7 @@ class Reader(Writer):
         rho: Array,
         known: tuple[Array, Array] | None,
     ) -> Part:
-        zeta = 2.0**-40 * (1 + np.abs(np.where(allowed, y, 0.0)).max(1, initial=0))
+        zeta = self.rounding(query, y, allowed)
         c = c + zeta[:, None]
         moments, p = self.moments(y, c, allowed)
         with np.errstate(over="ignore"):
@@ -476,6 +481,14 @@ class Reader(Writer):
             base, sums = self.known_moments(y, c, allowed, known, zeta)
             part = replace(part, known=base, sums=sums)
         return part
+
+    def rounding(self, query: Query, y: Array, allowed: Mask) -> Array:
+        """What float64 may have done to a logit, ``[R]``: the shift's terms may have cancelled."""
+        shift = np.abs(query.q) @ np.abs(query.store.calibration.mu[query.h])
+        return (
+            2.0**-40 * (1 + np.abs(np.where(allowed, y, 0.0)).max(1, initial=0))
+            + 2.0**-48 * query.read.sm_scale * shift
+        )
 
     def weighted(self, p: Array, v_hat: Array) -> Array:
         """Σ e^(y − m) v̂ over the attended tokens; others have weight 0 and finite v̂."""

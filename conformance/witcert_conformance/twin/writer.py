@@ -119,7 +119,7 @@ class Writer:
         self.check_write(store, k, v, slots)
         if not len(slots):
             return
-        layout, calibration = store.layout, store.calibration
+        layout = store.layout
         store.back_k[slots], store.back_v[slots] = self.backing(k), self.backing(v)
         x, lost = self.equalise(store, k)
         scale = self.key_scale(store, x, k, lost)
@@ -127,7 +127,9 @@ class Writer:
         step = np.where(lost[..., None], 1.0, scale.astype(np.float64)).repeat(layout.head_dim // layout.groups, -1)
         xi = self.write_xi(store, positions) if layout.dither else np.zeros_like(x)
         x = np.where(lost[..., None], 0.0, x)
-        codes = self.to_int8(self.drop_bypass(store, self.round_codes(x / self.code_step(step, x, k), xi)))
+        codes = self.to_int8(
+            self.drop_bypass(store, self.round_codes(store, x / self.code_step(store, step, x, k), xi))
+        )
         codes = np.where(lost[..., None], 0, codes)
         store.put("codes", slots, codes)
         store.put("scale", slots, np.where(lost[..., None], self.lost_scale(), scale))
@@ -135,7 +137,7 @@ class Writer:
         residual = self.residual(store, step * (codes - xi) - x)
         residual = np.where(lost[..., None], 0.0, residual)
         if layout.sketch:
-            store.put("sketch", slots, self.sketch_codes(calibration, residual, step))
+            store.put("sketch", slots, self.sketch_codes(store, residual, step))
         if layout.witness_bands:
             store.put("witness", slots, self.witness_codes(store, residual, step))
         self.write_values(store, v, slots)
@@ -178,7 +180,7 @@ class Writer:
         """Marks a key that is not finite."""
         return np.inf
 
-    def code_step(self, step: Array, x: Array, k: Array) -> Array:
+    def code_step(self, store: TwinStore, step: Array, x: Array, k: Array) -> Array:
         """The step that codes are counted in: the stored one."""
         return step
 
@@ -187,7 +189,7 @@ class Writer:
         period = (positions // store.layout.dither_period)[:, None]
         return dither(store.seed, store.layer, np.arange(store.layout.kv_heads)[None], period, store.layout.head_dim)
 
-    def round_codes(self, ratio: Array, xi: Array) -> Array:
+    def round_codes(self, store: TwinStore, ratio: Array, xi: Array) -> Array:
         """To the nearest code."""
         return np.rint(ratio + xi)
 
@@ -212,10 +214,10 @@ class Writer:
         """What a sketch code of 1 stands for, u ``[…, r, d]``, step ``[…, d]``."""
         return np.einsum("...rd,...d->...r", np.abs(u), step) / 254
 
-    def sketch_codes(self, calibration: Calibration, residual: Array, step: Array) -> Array:
+    def sketch_codes(self, store: TwinStore, residual: Array, step: Array) -> Array:
         """The residual's coordinates, to the nearest code."""
-        coordinate = np.einsum("hrd,nhd->nhr", calibration.u, residual)
-        unit = self.sketch_unit(calibration.u[None], step)
+        coordinate = np.einsum("hrd,nhd->nhr", store.calibration.u, residual)
+        unit = self.sketch_unit(store.calibration.u[None], step)
         return self.round_sketch(np.divide(coordinate, unit, out=np.zeros_like(unit), where=unit > 0))
 
     def round_sketch(self, x: Array) -> Array:
@@ -251,13 +253,13 @@ class Writer:
         scale = self.round_scale(np.abs(value).reshape(*v.shape[:-1], groups, -1).max(-1) / 127)
         lost = ~(whole & finite(scale))[..., None]
         step = np.where(lost, 1.0, scale.astype(np.float64)).repeat(v.shape[-1] // groups, -1)
-        codes = np.where(lost, 0.0, self.round_values(value / step))
+        codes = np.where(lost, 0.0, self.round_values(store, value / step))
         store.put("v_codes", slots, codes)
         store.put("v_scale", slots, np.where(lost, np.inf, scale))
         norm = np.linalg.norm(codes * step, axis=-1) + np.linalg.norm(step, axis=-1) / 2 * (1 + 2.0**-12)
         self._raise_norm(store, slots, np.where(lost[..., 0], 0.0, norm * (1 + 2.0**-20)))
 
-    def round_values(self, ratio: Array) -> Array:
+    def round_values(self, store: TwinStore, ratio: Array) -> Array:
         """To the nearest code."""
         return np.rint(ratio)
 
