@@ -21,13 +21,14 @@ from experiments import (
     table1,
     table5,
     table7,
+    table8,
     table14,
 )
 from experiments import model as subject
 from experiments.result import RESULTS, Result, Table, comparison, number
 
 SYNTHETIC = (counterexample, memory, table5, table7, loop, table14)
-ACTIVATIONS = (sources, table1)
+ACTIVATIONS = (sources, table1, table8)
 EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS)}
 
 QUICK = Path("build") / "experiments"
