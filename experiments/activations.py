@@ -93,7 +93,7 @@ def ids(text: Text, tokenizer: Any) -> Tensor:
 def captured(text: Text, steps: int | None = STEPS) -> Captured:
     """The float16 attention inputs of a text, with its last query rows (None: all); from the cache if it has them."""
     network, tokenizer = model.load()
-    tokens, fingerprint = ids(text, tokenizer), _fingerprint(model.name())
+    tokens, fingerprint = ids(text, tokenizer), _fingerprint(model.chosen())
     key = hashlib.sha256(tokens.numpy().tobytes() + fingerprint.model_dump_json().encode()).hexdigest()[:16]
     path = CACHE / f"{key}-{steps or 'all'}.safetensors"
     if not path.exists():
@@ -107,7 +107,7 @@ def captured(text: Text, steps: int | None = STEPS) -> Captured:
 
 
 @cache
-def _fingerprint(name: str) -> ModelFingerprint:
+def _fingerprint(path: Path | None) -> ModelFingerprint:
     return ModelFingerprint.of(model.load()[0])
 
 
@@ -117,22 +117,22 @@ def _half(layer: CapturedLayer) -> CapturedLayer:
 
 def calibration_text(quick: bool) -> Captured:
     """All query rows of witcert/data/calibration.txt."""
-    return _calibration_text(model.name(), 512 if quick else FITTED)
+    return _calibration_text(model.chosen(), 512 if quick else FITTED)
 
 
 @cache
-def _calibration_text(name: str, length: int) -> Captured:
+def _calibration_text(path: Path | None, length: int) -> Captured:
     return captured(Text("prose", "calibration", length), None)
 
 
 def calibration(quick: bool, *, bypass: int = 0, equalizer: bool = False) -> list[LayerCalibration]:
     """Equaliser, query directions and bypass pairs of each layer, fitted to the calibration text."""
-    return _calibration(model.name(), 512 if quick else FITTED, bypass, equalizer)
+    return _calibration(model.chosen(), 512 if quick else FITTED, bypass, equalizer)
 
 
 @cache
-def _calibration(name: str, length: int, bypass: int, equalizer: bool) -> list[LayerCalibration]:
-    return fit(_calibration_text(name, length), bypass=bypass, equalizer=equalizer)
+def _calibration(path: Path | None, length: int, bypass: int, equalizer: bool) -> list[LayerCalibration]:
+    return fit(_calibration_text(path, length), bypass=bypass, equalizer=equalizer)
 
 
 def layers(captured: Captured, quick: bool) -> range:

@@ -18,6 +18,11 @@ def choose(path: Path | None) -> None:
     _chosen = path
 
 
+def chosen() -> Path | None:
+    """The model's path; None for the default."""
+    return _chosen
+
+
 def name() -> str:
     """What results call the model."""
     if _chosen is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -67,10 +68,11 @@ def test_an_experiment_runs_on_any_model(name: str, quick: dict[str, Result], ch
     assert not any(entry.count for entry in small.violations) and all(entry.checks for entry in small.violations)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_committed_run_says_what_it_read(name: str) -> None:
-    full, _ = load(RESULTS / f"{name}.json")
+@pytest.mark.parametrize("module", ACTIVATIONS, ids=NAMES)
+def test_the_committed_run_says_what_it_read(module: ModuleType) -> None:
+    full, _ = load(RESULTS / f"{module.NAME}.json")
     assert full.samples > 4480, "more cells than the paper's study"
+    assert full.differs == list(getattr(module, "DIFFERS", ()))
     assert full.differs or not any(row.paper for row in full.rows)
     assert {"prose", "code", "needle"} <= {text.domain for text in activations.TEXTS}
     assert all(text.name in full.settings["texts"] for text in activations.TEXTS)
