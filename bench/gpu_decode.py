@@ -1,88 +1,73 @@
-"""Certified INT8 decode on a GPU against torch's SDPA over bf16 keys, at serving shapes.
+"""How fast is the certified INT8 decode, against torch's SDPA over bf16 and against its own parts?
 
-    python bench/gpu_decode.py
+    python bench/gpu_decode.py [--smoke]
 
-Prints one row a shape: SDPA, the certified kernel, their ratio, and the floor from the measured copy bandwidth; writes
-``gpu_decode.json``. Needs a CUDA device.
+A row a shape, milliseconds of a CUDA graph's replay with a cold L2: ``sdpa`` (bf16, torch), ``bf16`` (our pages and
+splits, no compression), ``int8`` (no certificate), ``two_digits`` and ``certified``; ``floor`` is what the bytes take
+at the measured copy bandwidth. ``ratio`` is certified over sdpa, ``certificate`` what the certificate adds to int8.
+Checks beside the times: outputs agree, the certificate changes no output, and the value bound holds. Writes
+``gpu_decode.json`` and ``gpu_decode.svg``.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
-import triton
-from common import write
+from bf16_decode import Bf16Decode
+from common import SMOKE, Problem, Shape, arguments, copy_bandwidth, device_ms, plot, table, write
 
-from witcert_kernels import LayerCalibration, PackedPool, StoreLayout, certified_decode, quantize_
-
-DIM, PAGE = 128, 64
-SHAPES = ((8, 32, 8, 32768), (32, 28, 4, 8192), (4, 32, 8, 4096), (1, 32, 8, 131072), (64, 8, 8, 2048))
-
-
-def milliseconds(function: object) -> float:
-    """Median of a CUDA-graph replay, so that launches are not what is measured."""
-    return float(triton.testing.do_bench_cudagraph(function, rep=50, return_mode="median"))
+# few kernels to compile: every G is compiled once, lengths and batches share it
+LENGTHS = [Shape(8, 32, 8, length) for length in (1024, 4096, 8192, 32768)] + [Shape(1, 32, 8, 131072)]
+BATCHES = [Shape(batch, 32, 8, 4096) for batch in (1, 16, 64)]
+GROUPS = [Shape(32, 28, 4, 8192), Shape(8, 64, 8, 16384), Shape(8, 8, 8, 16384)]
+TINY = [Shape(2, 4, 2, 32, dim=32, page=16)]
 
 
-def copy_bandwidth() -> float:
-    """Bytes a millisecond that a device copy reads and writes."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / milliseconds(lambda: target.copy_(source))
-
-
-def measure(batch: int, heads: int, kv_heads: int, length: int, bandwidth: float) -> dict[str, float]:
-    """One shape, sketch r = 1 as in the default store."""
-    g = torch.Generator(device="cuda").manual_seed(0)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=g, device="cuda", dtype=torch.bfloat16)
-
-    layout = StoreLayout(kv_heads, DIM, DIM, torch.bfloat16, PAGE, sketch=1)
-    u = F.normalize(torch.randn(kv_heads, 1, DIM, generator=g, device="cuda"), dim=-1)
-    ones = torch.ones(kv_heads, DIM, device="cuda")
-    calibration = LayerCalibration(ones * 0, ones, u, torch.empty(kv_heads, 0, dtype=torch.int64, device="cuda"))
-    pages = length // PAGE
-    pool = PackedPool(layout, batch * pages, calibration=calibration, device="cuda")
-    q, k, v = randn(batch, heads, DIM), randn(batch, kv_heads, length, DIM), randn(batch, kv_heads, length, DIM)
-    for b in range(batch):
-        slots = torch.arange(length, device="cuda") + b * length
-        quantize_(k[b].transpose(0, 1).contiguous(), v[b].transpose(0, 1).contiguous(), pool, slots)
-    table = torch.arange(batch * pages, dtype=torch.int32, device="cuda").view(batch, pages)
-    lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
-    sdpa = milliseconds(lambda: F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True))
-    certified = milliseconds(lambda: certified_decode(q, pool, table, lengths))
-    out, _, certificate = certified_decode(q, pool, table, lengths)
-    exact = F.scaled_dot_product_attention(q[:1, :, None].float(), k[:1].float(), v[:1].float(), enable_gqa=True)[
-        :, :, 0
-    ]
+def measure(shape: Shape, bandwidth: float) -> dict[str, Any]:
+    """One shape."""
+    problem = Problem(shape)
+    bf16 = Bf16Decode(problem)
+    two = problem.make_plan(digits=2)
+    times = device_ms(
+        {
+            "sdpa": problem.sdpa,
+            "bf16": bf16,
+            "int8": lambda: problem.kernels(certificate=False),
+            "two_digits": lambda: problem.decode(plan=two),
+            "certified": problem.decode,
+        }
+    )
+    out, _, certificate = problem.decode()
+    plain = problem.kernels(certificate=False)
+    q, k, v = (x[:1].float() for x in (problem.q, problem.k, problem.v))
+    exact = torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
     error = (out[:1].float() - exact).norm(dim=-1)
     return {
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "length": length,
-        "sdpa_ms": sdpa,
-        "certified_ms": certified,
-        "ratio": certified / sdpa,
-        "floor_ms": batch * length * kv_heads * layout.bytes_per_token / bandwidth,
+        "batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads, "length": shape.length,
+        "splits": problem.plan.splits, **times, "floor": problem.packed_bytes / bandwidth,
+        "ratio": times["certified"] / times["sdpa"], "certificate": times["certified"] / times["int8"] - 1,
         "meter_max": float(certificate.meter.max()),
         "value_error_holds": bool((error <= certificate.value_error[:1]).all()),
-    }
+        "bf16_agrees": bool((bf16()[:1].float() - exact).abs().max() < 0.02 * exact.abs().max()),
+        "same_output": bool(torch.equal(out, plain[0]) and (plain[2] == 1).all()),
+    }  # fmt: skip
 
 
 def main() -> None:
     """Measure all shapes."""
+    arguments(__doc__)
     bandwidth = copy_bandwidth()
     rows = []
-    for shape in SHAPES:
-        rows.append(row := measure(*shape, bandwidth))
-        print(
-            "({batch}, {heads}, {kv_heads}, {length}): sdpa {sdpa_ms:.3f} ms, certified {certified_ms:.3f} ms, "
-            "ratio {ratio:.2f}, floor {floor_ms:.3f} ms".format(**row),
-            flush=True,
-        )
-    print(write("gpu_decode", {"head_dim": DIM, "bandwidth_bytes_per_ms": bandwidth, "rows": rows}))
+    for shape in TINY if SMOKE else [*LENGTHS, *BATCHES, *GROUPS]:
+        rows.append(measure(shape, bandwidth))
+        print(".", end="", flush=True)
+    print("\n" + table(rows))
+    print(write("gpu_decode", {"bandwidth_bytes_per_ms": bandwidth, "rows": rows}))
+    names = ("sdpa", "bf16", "int8", "certified", "floor")
+    along = [row for row in rows if (row["batch"], row["heads"]) == (rows[0]["batch"], rows[0]["heads"])]
+    lines = {name: [(float(row["length"]), row[name]) for row in along] for name in names}
+    plot("gpu_decode", "Decode, 32 heads of 128 over 8 kv heads, batch 8", lines, "tokens a sequence", "ms")
 
 
 if __name__ == "__main__":

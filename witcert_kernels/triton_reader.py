@@ -262,7 +262,7 @@ def _packed_kernel(
     PERIOD: tl.constexpr, RADIUS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     RAGGED: tl.constexpr, HAS_NEW: tl.constexpr, HAS_EXACT: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr,
     DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WP: tl.constexpr, DVP: tl.constexpr,
-    HALF_RHO: tl.constexpr, INTERPRET: tl.constexpr,
+    HALF_RHO: tl.constexpr, CERTIFICATE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """A split of a sequence for BLOCK_M rows of a kv head. ``Digits`` to ``BandShare`` are of ``PackedDigits``."""
     kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -379,8 +379,10 @@ def _packed_kernel(
         at = cell[:, None] * DV + column[None, :]
         codes = tl.load(VCodes + at, mask=here[:, None] & (column < DV)[None, :], other=0)
         steps, rho_token = _value_steps(VScale, cell, here, column, DV, GROUPS_V, HALF_RHO)
+        if not CERTIFICATE:
+            rho_token = tl.zeros((1, BLOCK_N), tl.float32)
         p, factor, m, l, a1, a2, c_max, rho, m_wide, l_wide = fold(  # noqa: E741
-            y, c, flagged, rho_token, ok, m, l, a1, a2, c_max, rho, m_wide, l_wide, False,
+            y, c, flagged, rho_token, ok, m, l, a1, a2, c_max, rho, m_wide, l_wide, not CERTIFICATE,
             not (ROWWISE or BIAS), INTERPRET,
         )  # fmt: skip
         part = _value_product(
@@ -394,6 +396,8 @@ def _packed_kernel(
         )
         acc = acc * factor[:, None] + part
 
+    if not CERTIFICATE:
+        c_max = tl.full((BLOCK_M,), float("inf"), tl.float32)
     if not TOKENWISE:
         z_max = tl.load(Dot + row, mask=row_ok, other=0.0) * tl.max(largest, 0)
     if not (ROWWISE or BIAS):
@@ -448,6 +452,7 @@ def decode_packed(
     workspace: Tensor | None = None,
     digits: int = DIGITS,
     telemetry: Tensor | None = None,
+    certificate: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`witcert_kernels.certified_decode`.
 
@@ -462,6 +467,7 @@ def decode_packed(
         workspace: uint8, room for all temporaries; None to allocate them.
         digits: base-256 digits of a query channel, 2 or 3.
         telemetry: buffer of a :class:`witcert_kernels.Telemetry` that counts the cells.
+        certificate: False to leave out what the certificate costs, for benchmarks: every meter is then 1.
 
     Raises:
         ValueError: a CPU tensor without ``TRITON_INTERPRET=1``, or a workspace that is too small.
@@ -494,7 +500,7 @@ def decode_packed(
             PERIOD=scalars["dither_period"] if scalars["dither"] else 0, RADIUS=delta_local > 0, SHIFT=mixed,
             DIGITS=digits, WP=padded(d // groups, 32),
             HALF_RHO=math.sqrt(d_v if groups_v == 1 else 1) / 2 * rounding.STEP_WIDEN * (1 + (d_v + 16) * rounding.U),
-            num_stages=3,
+            CERTIFICATE=certificate, num_stages=3,
         )  # fmt: skip
         if read.has_exact:
             read_exact(read, query.bad, acc, stats)

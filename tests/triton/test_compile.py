@@ -6,23 +6,28 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+import aot_report
 import pytest
 
 Report = dict[str, list[dict[str, Any]]]
 
 
+CALLS = (
+    "decode", "decode-gqa-8", "decode-gqa-8-two-digits", "decode-telemetry", "decode-dithered", "extend",
+    "float32-groups", "observatory",
+)  # fmt: skip
+DECODES = [call for call in CALLS if call.startswith("decode")]
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """What :mod:`tests.triton.ahead_of_time` reports of its calls."""
+    """What ``bench/aot_report.py`` reports of some of its calls."""
     environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "WITCERT_BACKEND")}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-W", "ignore", "-m", "tests.triton.ahead_of_time"]
-    calls = ["decode", "decode-dithered", "extend", "float32-groups", "observatory"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run([*command, *calls], cwd=root, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-W", "ignore", aot_report.__file__, *CALLS, "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report: Report = json.loads(done.stdout)
     return report
@@ -49,9 +54,10 @@ def test_every_kernel_of_every_call_compiles(reports: Report) -> None:
 
 
 def test_decode_does_not_spill(reports: Report) -> None:
-    for call in ("decode", "decode-dithered"):
-        assert all(report["stack"] == 0 for report in reports[call])
-        assert kernel(reports, call, "_packed_kernel")["reg"] <= 240
+    for call in DECODES:
+        assert all(report["stack"] == 0 and report["instructions"]["local"] == 0 for report in reports[call])
+        packed = kernel(reports, call, "_packed_kernel")
+        assert packed["reg"] <= 240 and packed["blocks_by_registers"] >= 2
 
 
 def test_decode_multiplies_on_tensor_cores(reports: Report) -> None:
@@ -64,6 +70,18 @@ def test_decode_multiplies_on_tensor_cores(reports: Report) -> None:
         assert uses(report, "cp.async") and not uses(report, "cvt", ".f16.s")
     assert uses(kernel(reports, "float32-groups", "_packed_kernel"), "mma", ".s32.s8.s8.s32")
     assert uses(kernel(reports, "extend", "_exact_kernel"), "mma", ".bf16.bf16.")
+
+
+def test_two_digits_are_half_the_products(reports: Report) -> None:
+    """Eight heads have 24 rows of digits in two tiles of 16, or 16 rows in one."""
+    three, two = (kernel(reports, f"decode-gqa-8{s}", "_packed_kernel")["loop"] for s in ("", "-two-digits"))
+    assert two["int8 mma"] * 2 == three["int8 mma"]
+
+
+def test_telemetry_is_atomics_in_the_merge(reports: Report) -> None:
+    plain, counting = (kernel(reports, call, "_merge_kernel") for call in ("decode", "decode-telemetry"))
+    assert plain["instructions"]["atomic"] == 0 < counting["instructions"]["atomic"]
+    assert all("relaxed" in name for name in counting["ptx"] if name.startswith("atom"))
 
 
 def test_the_writer_divides_as_ieee_says(reports: Report) -> None:

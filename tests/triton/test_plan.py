@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from aot_report import KERNELS, Recorder, arguments, calibration, meta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.oracle import make_case, softmax, stored_keys, stored_logits
@@ -24,7 +25,6 @@ from witcert_kernels import (
 )
 from witcert_ref import bounds
 
-from .ahead_of_time import KERNELS, Recorder, arguments, calibration, meta
 from .backends import CUDA, ON_TRITON, Result, decode_torch, decode_triton, stored_bounds, to_device
 from .test_observatory import observed
 from .test_reader import assert_sound, extend_arguments

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
+import rise_bound
 import torch
 import triton
 import triton.language as tl
 
 from witcert_kernels import rounding
 from witcert_kernels.triton_state import rise_of
-
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.append(str(BENCH))
-
-import rise_bound  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -43,7 +38,7 @@ def test_a_sample_is_above() -> None:
 
 
 def test_every_float_was_tried() -> None:
-    report = json.loads((BENCH / "results" / "rise_bound.json").read_text(encoding="utf-8"))
+    report = json.loads((Path(rise_bound.__file__).parent / "results" / "rise_bound.json").read_text(encoding="utf-8"))
     assert report["coefficients"] == list(rounding.RISE) and report["limit"] == rounding.RISE_LIMIT
     assert report["stride"] == 1 and report["below"] == 0 and report["least_excess"] > 0
     assert report["checked"] == 2 * (int(np.float32(rounding.RISE_LIMIT).view(np.uint32)) + 1)

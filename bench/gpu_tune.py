@@ -1,0 +1,71 @@
+"""Which launch options suit the certified decode at one shape?
+
+    python bench/gpu_tune.py [--smoke]
+
+Milliseconds at (8, 32, 8, 32768) for split counts, tokens a tile, warps, stages and a limit on registers, one departure
+from the present options at a time, then the best of each together. Writes ``gpu_tune.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from common import SMOKE, Problem, Shape, arguments, device_ms, table, write
+
+from witcert_kernels import triton_reader, triton_tiles
+
+CHOICES: dict[str, tuple[int, ...]] = {
+    "splits": (4, 8, 16, 32), "block_n": (32, 128), "num_warps": (2, 8), "num_stages": (2, 4), "maxnreg": (128, 168),
+}  # fmt: skip
+TINY: dict[str, tuple[int, ...]] = {"splits": (1, 2), "block_n": (32,), "num_warps": (2,)}
+
+
+class Launch:
+    """The read's kernel with some of its launch options replaced."""
+
+    def __init__(self, kernel: Any, options: dict[str, int]) -> None:
+        self.kernel, self.options = kernel, options
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        return lambda *args, **options: self.kernel[grid](*args, **{**options, **self.options})
+
+
+def measure(problem: Problem, chosen: dict[str, int]) -> float:
+    """Milliseconds with these options in place of the present ones."""
+    launch = {name: value for name, value in chosen.items() if name not in ("splits", "block_n")}
+    plan = problem.make_plan(splits=chosen["splits"]) if "splits" in chosen else problem.plan
+    kernel = triton_reader._packed_kernel
+    with mock.patch.object(triton_reader, "_packed_kernel", Launch(kernel, launch)):
+        if "block_n" not in chosen:
+            return device_ms({"decode": lambda: problem.decode(plan=plan)})["decode"]
+        with mock.patch.object(triton_tiles.Read, "block_n", chosen["block_n"]):
+            return device_ms({"decode": lambda: problem.decode(plan=plan)})["decode"]
+
+
+def main() -> None:
+    """One at a time, then together."""
+    arguments(__doc__)
+    problem = Problem(Shape(1, 4, 2, 64, dim=32, page=16) if SMOKE else Shape(8, 32, 8, 32768))
+    present = measure(problem, {})
+    rows = [{"options": "present", "ms": present}]
+    best: dict[str, int] = {}
+    for name, values in (TINY if SMOKE else CHOICES).items():
+        times = {}
+        for value in values:
+            try:
+                times[value] = measure(problem, {name: value})
+            except Exception as error:  # more registers or shared memory than there are
+                rows.append({"options": f"{name}={value}: {type(error).__name__}", "ms": float("nan")})
+                continue
+            rows.append({"options": f"{name}={value}", "ms": times[value]})
+        if times and min(times.values()) < present:
+            best[name] = min(times, key=lambda value: times[value])
+    rows.append({"options": f"together {best}", "ms": measure(problem, best)})
+    print(table(rows))
+    print(write("gpu_tune", {"rows": rows, "best": best}))
+
+
+if __name__ == "__main__":
+    main()
