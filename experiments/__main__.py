@@ -19,6 +19,7 @@ from experiments import (
     memory,
     sources,
     table1,
+    table4,
     table5,
     table7,
     table8,
@@ -28,7 +29,7 @@ from experiments import model as subject
 from experiments.result import RESULTS, Result, Table, comparison, number
 
 SYNTHETIC = (counterexample, memory, table5, table7, loop, table14)
-ACTIVATIONS = (sources, table1, table8)
+ACTIVATIONS = (sources, table1, table4, table8)
 EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS)}
 
 QUICK = Path("build") / "experiments"
