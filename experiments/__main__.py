@@ -17,6 +17,7 @@ from experiments import (
     documentation,
     loop,
     memory,
+    rescue,
     sources,
     table1,
     table4,
@@ -30,7 +31,8 @@ from experiments.result import RESULTS, Result, Table, comparison, number
 
 SYNTHETIC = (counterexample, memory, table5, table7, loop, table14)
 ACTIVATIONS = (sources, table1, table4, table8)
-EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS)}
+DECODING = (rescue,)
+EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS, *DECODING)}
 
 QUICK = Path("build") / "experiments"
 
