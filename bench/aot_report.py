@@ -16,6 +16,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -80,10 +81,9 @@ class Recorder:
         return lambda *args, **options: self.calls.append((args, options))
 
 
-def compile_call(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Specialise a launch as the runtime would, compile it for sm_90, and report on the result."""
-    names = kernel.arg_names
-    given = dict(zip(names, args, strict=False)) | {k: v for k, v in options.items() if k in names}
+def specialise(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Signature, constants and attributes of a launch, as the runtime would choose them."""
+    given = dict(zip(kernel.arg_names, args, strict=False)) | options
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -100,7 +100,13 @@ def compile_call(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) ->
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32"
-    settings = {k: v for k, v in options.items() if k not in names}
+    return signature, constants, attributes
+
+
+def compile_call(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Specialise a launch, compile it for sm_90, and report on the result."""
+    signature, constants, attributes = specialise(kernel, args, options)
+    settings = {k: v for k, v in options.items() if k not in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=settings)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -207,7 +213,7 @@ def packed(
         *arguments(layout, rows or batch, heads, batch, extend), tensors=tensors, causal=True, sm_scale=0.1,
         scalars={"dither": int(layout.dither), "dither_period": layout.dither_period, "seed": 2**63, "layer": 2**31},
         cap=30.0 if extend else 0.0, window_left=4096 if extend else -1, delta_local=0.1 if radius else 0.0,
-        splits=16, telemetry=Telemetry().buffer.to("meta") if telemetry else None, **options,
+        **{"splits": 16, **options}, telemetry=Telemetry().buffer.to("meta") if telemetry else None,
     )  # fmt: skip
 
 
@@ -249,17 +255,19 @@ CALLS = {
 COLUMNS = ("int8 mma", "half mma", "permute", "special", "fma", "convert", "double", "shuffle", "barrier")
 
 
+def launches(call: Callable[[], object]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Kernel, arguments and options of every launch that a call makes, none of which happens."""
+    recorders = [Recorder(getattr(module, name)) for module, name in KERNELS]
+    with ExitStack() as stack:
+        for (module, name), recorder in zip(KERNELS, recorders, strict=True):
+            stack.enter_context(mock.patch.object(module, name, recorder))
+        call()
+    return [(recorder.kernel, *launch) for recorder in recorders for launch in recorder.calls]
+
+
 def report(calls: list[str]) -> dict[str, list[dict[str, Any]]]:
     """Every kernel of some calls."""
-    reports: dict[str, list[dict[str, Any]]] = {}
-    for call in calls:
-        recorders = [Recorder(getattr(module, name)) for module, name in KERNELS]
-        with ExitStack() as stack:
-            for (module, name), recorder in zip(KERNELS, recorders, strict=True):
-                stack.enter_context(mock.patch.object(module, name, recorder))
-            CALLS[call]()
-        reports[call] = [compile_call(r.kernel, *launch) for r in recorders for launch in r.calls]
-    return reports
+    return {call: [compile_call(*launch) for launch in launches(CALLS[call])] for call in calls}
 
 
 def table(reports: dict[str, list[dict[str, Any]]]) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 from .triton_state import fold, softcap
 from .triton_tiles import (
     ADD_ERROR,
+    SIZES,
     Read,
     U,
     attended,
@@ -55,7 +56,7 @@ def _tile(
     return acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, tl.maximum(z_row, error), norm
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*SIZES, "first_slot"])
 def _exact_kernel(
     Q, Indptr, SeqLens, ExactSlots, ExactK, ExactV, KNew, VNew, Bias, Bad, Acc, Stats,
     batch, total, max_pages, bias_tokens, window_left, slots, scale, cap, first_slot,

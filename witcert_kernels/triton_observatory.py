@@ -14,6 +14,7 @@ from .triton_query import ROWS, scale_parts
 from .triton_state import FIELDS, KNOWN_FIELDS, fold, merge, softcap, weight_error
 from .triton_tiles import (
     ADD_ERROR,
+    SIZES,
     Read,
     attended,
     biased,
@@ -27,7 +28,7 @@ from .triton_tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _query_kernel(
     Q, F, Directions, BandOfChannel, All, Outside, A, AError, ARound, Bad, rows, scale_high, scale_low,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BANDS: tl.constexpr,
@@ -70,7 +71,7 @@ def _query_kernel(
         tl.store(Outside + row * BANDS + b, norm.to(tl.float32), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _observatory_kernel(
     Q, Indptr, PageTable, SeqLens, ExactSlots, Bias, All, Outside, A, AError, ARound, Bad,
     KHat, Witness, Sketch, SketchScale, VHat, VError, VNorm, Acc, Stats,

@@ -22,7 +22,7 @@ ROWS = 32 if INTERPRETED else 4
 LOG2E = math.log2(math.e)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _query_kernel(
     Q,
     Mu,

@@ -22,6 +22,7 @@ from .triton_state import FIELDS, fold, merge, softcap, weight_error
 from .triton_tiles import (
     ADD_ERROR,
     HALF_SCALE,
+    SIZES,
     Read,
     U,
     attended,
@@ -251,7 +252,7 @@ def _value_product(p, codes, steps, norm, FLOAT32: tl.constexpr, GROUPS_V: tl.co
     return part
 
 
-@triton.jit(do_not_specialize=["seed", "layer"])
+@triton.jit(do_not_specialize=[*SIZES, "seed", "layer"])
 def _packed_kernel(
     Q, Indptr, PageTable, SeqLens, ExactSlots, Bias,
     Digits, Unit, Sketch, Half, Fixed, Dot, Witness, RadiusSquare, RadiusBias, Kept, Shift, ShiftError, BandShare,

@@ -220,7 +220,7 @@ def _count_cell(Telemetry, meter, non_finite, value_non_finite, layer, head, cou
     tl.atomic_max(Telemetry + WORST, packed, mask=counted, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "total", "splits", "known_splits"])
 def _merge_kernel(
     Acc,
     Stats,

@@ -29,7 +29,7 @@ def _any_not_finite(x):
     return tl.max(tl.max((~(tl.abs(x) < float("inf"))).to(tl.int32), 2), 1) > 0
 
 
-@triton.jit(do_not_specialize=["seed", "layer"])
+@triton.jit(do_not_specialize=["count", "seed", "layer"])
 def _write_kernel(
     K,
     V,

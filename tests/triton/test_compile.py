@@ -91,6 +91,24 @@ def test_the_writer_divides_as_ieee_says(reports: Report) -> None:
         assert not uses(report, "div.full") and not uses(report, "div.approx") and not uses(report, "rcp.approx")
 
 
+def test_sizes_compile_nothing_anew() -> None:
+    """One kernel for all batches, lengths and split counts, of the merge one for each power of two of splits."""
+    code = """
+import aot_report, torch
+from functools import partial
+from witcert_kernels import StoreLayout
+layout, seen = StoreLayout(8, 128, 128, dtype=torch.bfloat16, sketch=1), {}
+for batch, splits in ((1, 16), (2, 9), (3, 11), (16, 16), (48, 12)):
+    for kernel, args, options in aot_report.launches(partial(aot_report.packed, layout, 32, batch, splits=splits)):
+        seen.setdefault(kernel.__name__, set()).add(str(aot_report.specialise(kernel, args, options)))
+assert len(seen) == 4 and all(len(kinds) == 1 for kinds in seen.values()), {k: len(v) for k, v in seen.items()}
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(aot_report.__file__), *sys.path])
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_cpu_tensors_need_the_interpreter() -> None:
     code = (
         "import torch; from witcert_kernels import *; pool = PackedPool(StoreLayout(1, 16, 16), 1); "
