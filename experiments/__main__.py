@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from experiments import (
+    bounds,
     counterexample,
     documentation,
+    gate_traffic,
     loop,
     memory,
     rescue,
@@ -30,8 +32,8 @@ from experiments import model as subject
 from experiments.result import RESULTS, Result, Table, comparison, number
 
 SYNTHETIC = (counterexample, memory, table5, table7, loop, table14)
-ACTIVATIONS = (sources, table1, table4, table8)
-DECODING = (rescue,)
+ACTIVATIONS = (sources, table1, table4, table8, bounds)
+DECODING = (rescue, gate_traffic)
 EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS, *DECODING)}
 
 QUICK = Path("build") / "experiments"
