@@ -78,13 +78,9 @@ class Matrix:
 
     def stale(self) -> set[tuple[str, str]]:
         """Cells ``(planted bug, property)`` that are missing or of another source."""
-        current = {name: digest_of_mutant(m) for name, m in mutants().items()}
-        return {
-            (name, prop.name)
-            for name, digest in current.items()
-            for prop in asked().values()
-            if self.mutants.get(name) != digest or self.properties.get(prop.name) != digest_of_property(prop)
-        }
+        bugs = {name: self.mutants.get(name) == digest_of_mutant(m) for name, m in mutants().items()}
+        props = {name: self.properties.get(name) == digest_of_property(p) for name, p in asked().items()}
+        return {(bug, prop) for bug, kept in bugs.items() for prop, same in props.items() if not (kept and same)}
 
 
 def load(path: Path = FILE) -> Matrix:

@@ -108,11 +108,11 @@ class AccountForgetsTheScale(Twin):
 
 
 @mutant("residual_within_half_step", path=())
-class LongCallsDivideInHalfPrecision(Twin):
-    """Calls of more than 48 tokens take a kernel that forms the quotient in float16."""
+class TailOfACallDividesInHalfPrecision(Twin):
+    """Calls of 49 to 63 tokens, a tile that is not full, form the quotient in float16."""
 
     def round_codes(self, store: TwinStore, ratio: Array, xi: Array) -> Array:
-        return super().round_codes(store, ratio.astype(np.float16) if len(ratio) > 48 else ratio, xi)
+        return super().round_codes(store, ratio.astype(np.float16) if 48 < len(ratio) < 64 else ratio, xi)
 
 
 @mutant("groups_have_their_own_scale", path=("groups",))
