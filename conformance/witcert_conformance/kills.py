@@ -17,7 +17,6 @@ import inspect
 import json
 import platform
 import sys
-import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,25 +90,17 @@ def load(path: Path = FILE) -> Matrix:
 
 def save(matrix: Matrix, path: Path = FILE) -> None:
     """Write it, one row a line."""
-    about = {
-        "profile": PROFILE,
-        "seed": SEED,
-        "spec_sha256": spec_hash(),
-        "versions": {
-            "hypothesis": hypothesis.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
-        "properties": matrix.properties,
-        "mutants": matrix.mutants,
-        "rejected_by": matrix.rejected_by,
+    versions = {
+        "hypothesis": hypothesis.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
     }
-    text = json.dumps(about, indent=1)
-    rows = json.dumps(matrix.rejected_by, indent=1)
-    flat = "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in matrix.rejected_by.items()) + "\n}"
-    path.write_text(
-        text.replace(textwrap.indent(rows, " ").lstrip(), textwrap.indent(flat, "  ").strip()) + "\n", encoding="utf-8"
-    )
+    about = {"profile": PROFILE, "seed": SEED, "spec_sha256": spec_hash(), "versions": versions}
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in about.items()]
+    for name in ("properties", "mutants", "rejected_by"):
+        rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in getattr(matrix, name).items())
+        lines.append(f' "{name}": {{\n{rows}\n }}')
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 class _Seen(Twin):
