@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from experiments import (
+    adaptive,
     bounds,
     counterexample,
     documentation,
@@ -33,7 +34,7 @@ from experiments.result import RESULTS, Result, Table, comparison, number
 
 SYNTHETIC = (counterexample, memory, table5, table7, loop, table14)
 ACTIVATIONS = (sources, table1, table4, table8, bounds)
-DECODING = (rescue, gate_traffic)
+DECODING = (rescue, gate_traffic, adaptive)
 EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS, *DECODING)}
 
 QUICK = Path("build") / "experiments"
