@@ -20,6 +20,7 @@ from experiments import (
     gate_traffic,
     loop,
     memory,
+    quality,
     rescue,
     sources,
     table1,
@@ -34,7 +35,7 @@ from experiments.result import RESULTS, Result, Table, comparison, number
 
 SYNTHETIC = (counterexample, memory, table5, table7, loop, table14)
 ACTIVATIONS = (sources, table1, table4, table8, bounds)
-DECODING = (rescue, gate_traffic, adaptive)
+DECODING = (rescue, gate_traffic, quality, adaptive)
 EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS, *DECODING)}
 
 QUICK = Path("build") / "experiments"
