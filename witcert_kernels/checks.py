@@ -28,9 +28,9 @@ def check_tensor(
         if tensor.dtype not in allowed:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, wants {' or '.join(map(str, allowed))}")
     if shape is not None:
-        wanted = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
         got = list(tensor.shape)
         if len(got) != len(shape) or any(s is not None and s != g for s, g in zip(shape, got, strict=True)):
+            wanted = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
             raise ValueError(f"{name}: got shape {got}, wants {wanted}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name}: got device {tensor.device}, wants {device}")

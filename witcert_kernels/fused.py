@@ -53,23 +53,10 @@ def _constants() -> Constants:
     return Constants(**named, grid_step=GRID_STEP)
 
 
-ANY_ORDER = {"reassoc", "contract", "nsz"}  # the budget allows it; NaN and Inf keep their meaning
+ANY_ORDER = {"reassoc", "contract", "nsz"}  # LLVM's liberties: the budget allows them; NaN and Inf keep their meaning
 
 
-def _jit(flags: set[str] = ANY_ORDER) -> Callable[[Any], Any]:
-    """Compile when first called, with these of LLVM's liberties."""
-
-    def compiled(function: Any) -> Any:
-        options: dict[str, Any] = {"fastmath": flags, "nogil": True}
-        try:
-            return njit(cache=True, **options)(function)
-        except RuntimeError:  # no folder to keep compiled code in
-            return njit(**options)(function)
-
-    return compiled
-
-
-@_jit({"contract"})
+@njit(fastmath={"contract"})
 def exp_parts(x):  # type: ignore[no-untyped-def]
     """``(e, s)`` with e^x = s + s·e, s a power of two and \\|e\\| < 0.42, for \\|x\\| <= 700."""
     n = np.floor(x * 1.4426950408889634 + 0.5)
@@ -89,7 +76,7 @@ def exp_parts(x):  # type: ignore[no-untyped-def]
     return r + r * r * y, np.int64((np.int64(n) + 1023) << 52).view(np.float64)
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def largest_bits(x):  # type: ignore[no-untyped-def]
     """Bits of the largest \\|x\\|; bits order as the numbers do, those of Inf and NaN above all others."""
     top = np.int32(0)
@@ -98,7 +85,7 @@ def largest_bits(x):  # type: ignore[no-untyped-def]
     return top
 
 
-@_jit(ANY_ORDER | {"nnan"})
+@njit(fastmath=ANY_ORDER | {"nnan"})
 def extremes(x):  # type: ignore[no-untyped-def]
     """Smallest and largest of finite numbers."""
     low, high = x[0], x[0]
@@ -107,17 +94,17 @@ def extremes(x):  # type: ignore[no-untyped-def]
     return low, high
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def load_halves(bits, slots, kv_head, out):  # type: ignore[no-untyped-def]
-    """Some slots' fp16 numbers, not negative, given as int16; Inf and NaN become Inf."""
+    """Some slots' fp16 numbers, given as int16; Inf, NaN and what is negative become Inf."""
     for t in range(slots.shape[0]):
-        half = np.int32(bits[slots[t], kv_head, 0])
+        half = np.int32(bits[slots[t], kv_head, 0]) & np.int32(0xFFFF)
         subnormal = np.float32(half) * np.float32(2.0**-24)
         normal = np.int32((half << 13) + (112 << 23)).view(np.float32)
         out[t] = np.float32(np.inf) if half >= 0x7C00 else subnormal if half < 1024 else normal
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def take_lost(scale):  # type: ignore[no-untyped-def]
     """Replace Inf by 0; returns where it was."""
     lost = np.nonzero(scale == np.float32(np.inf))[0]
@@ -125,13 +112,13 @@ def take_lost(scale):  # type: ignore[no-untyped-def]
     return lost
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def any_within(numbers, low, high):  # type: ignore[no-untyped-def]
     """Whether one is in low … high."""
     return ((numbers >= low) & (numbers < high)).any()
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def dots(z, codes, slots, kv_head, x):  # type: ignore[no-untyped-def]
     """z ``[LANES, d]`` times the codes of some slots: x ``[LANES, tokens]``."""
     z0, z1, z2, z3 = z[0], z[1], z[2], z[3]
@@ -147,7 +134,7 @@ def dots(z, codes, slots, kv_head, x):  # type: ignore[no-untyped-def]
         x[0, t], x[1, t], x[2, t], x[3, t] = s0, s1, s2, s3
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def subtract_dither(z, xi, kv_head, period, start, x):  # type: ignore[no-untyped-def]
     """Take Σ_j z_j ξ_j, one number a period, off the products of the tokens from ``start`` on."""
     for n in range(xi.shape[0]):
@@ -159,7 +146,7 @@ def subtract_dither(z, xi, kv_head, period, start, x):  # type: ignore[no-untype
             x[t] -= np.float32(inner)
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def add_values(weights, codes, slots, kv_head, acc):  # type: ignore[no-untyped-def]
     """Add Σ weight·code of some slots, weights ``[lanes, tokens]``, to float32 acc ``[lanes, d_v]``."""
     lanes, width = acc.shape
@@ -179,7 +166,7 @@ def add_values(weights, codes, slots, kv_head, acc):  # type: ignore[no-untyped-
                 acc[i, j] += weights[i, t] * np.float32(v0[j])
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def add_shares(x, top, c, l, first, page_size, shares):  # type: ignore[no-untyped-def] # noqa: E741
     """Raise shares ``[pages]`` to each page's part of a1 / l, for logits x of the tokens from ``first`` on."""
     begin = 0
@@ -195,7 +182,7 @@ def add_shares(x, top, c, l, first, page_size, shares):  # type: ignore[no-untyp
         begin = end
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def moments(x, top, c, v_scale, weights):  # type: ignore[no-untyped-def]
     """l, a1 and a2 relative to ``top``, and Σ e^(x − top) s_v; writes its terms."""
     l = a1 = a2 = rho = 0.0  # noqa: E741
@@ -214,7 +201,7 @@ def moments(x, top, c, v_scale, weights):  # type: ignore[no-untyped-def]
     return l, a1, a2, rho
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def prepare(q, mu, f, u, channels, band, log_term, sm_scale, const, z, coefficients, a_unit, witness, kept):  # type: ignore[no-untyped-def]
     """One query row's coefficients, see :class:`witcert_kernels.query.PackedQuery`; returns whether all are finite.
 
@@ -271,14 +258,14 @@ def prepare(q, mu, f, u, channels, band, log_term, sm_scale, const, z, coefficie
     return magnitude < 1e30
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def up(x):  # type: ignore[no-untyped-def]
     """Not negative, from float64 to float32, towards +Inf."""
     y = np.float32(x)
     return np.int32(y.view(np.int32) + 1).view(np.float32) if np.float64(y) < x else y
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def meter_of(l, a1, a2, c_max, zeta_max, tokens, const):  # type: ignore[no-untyped-def] # noqa: E741
     """Meter and e-form, see :meth:`witcert_kernels.state.Moments.meter` and :func:`witcert_kernels.state.finish`."""
     small = tokens * const.underflow
@@ -292,7 +279,7 @@ def meter_of(l, a1, a2, c_max, zeta_max, tokens, const):  # type: ignore[no-unty
     return min(bound * (1 + 2.0**-20), 1.0), a1_up + a1_up * a1_up / 2
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def read_row(  # type: ignore[no-untyped-def]
     x, s_k, s_v, slots, kv_head, coefficients, a_unit, of_byte, kept, sketch, witness, bypass, first,
     page_size, tokens, const, c, shares, weights, report,
@@ -348,7 +335,7 @@ def read_row(  # type: ignore[no-untyped-def]
     return l
 
 
-@_jit()
+@njit(fastmath=ANY_ORDER)
 def value_error_of(meter, rho, norm, tokens, width, out_error, out_floor, const):  # type: ignore[no-untyped-def]
     """See :func:`witcert_kernels.state.finish`; rho is Σ p s_v."""
     unit = np.sqrt(width) / 2 * const.step_widen * const.float_up
@@ -357,7 +344,6 @@ def value_error_of(meter, rho, norm, tokens, width, out_error, out_floor, const)
     return (error + out_error * (norm + error) + out_floor * np.sqrt(width)) * (1 + 2.0**-20)
 
 
-@_jit()
 def read_sequence(  # type: ignore[no-untyped-def]
     q, low, high, page_row, page_size, mu, f, u, channels, band, k_codes, k_scale, sketch, witness, bypass, v_codes,
     v_scale, v_norm, xi, period, log_term, sm_scale, const, out_error, out_floor, limit, out, report, compressed,
@@ -404,18 +390,19 @@ def read_sequence(  # type: ignore[no-untyped-def]
         lost, lost_v = take_lost(s_k), take_lost(s_v)
         norm = 0.0
         for page in range(start // page_size, (start + tokens - 1) // page_size + 1):
-            norm = max(norm, np.float64(v_norm[page_row[page], h]))
+            largest = np.float64(v_norm[page_row[page], h])
+            norm = max(norm, largest if largest < np.inf else np.inf)
         for i in range(lanes):
             row, head = i // per_head, h * per_head + i % per_head
             begin, end = low[row] - start, high[row] - start
-            x[h, i, :begin] = 0
-            x[h, i, end:] = 0
             unread[row, head] |= any_within(lost, begin, end)
             if unread[row, head] or end == begin:
                 x[h, i] = 0
                 continue
             cut = slice(begin, end)
             subtract_dither(z[h, i], xi, h, period, start, x[h, i])
+            x[h, i, :begin] = 0
+            x[h, i, end:] = 0
             sums[h, i] = read_row(
                 x[h, i, cut], s_k[cut], s_v[cut], slots[cut], h, coefficients[h, i], a_unit[h, i], of_byte[h, i],
                 kept[h, i], sketch, witness, bypass[cut], low[row], page_size, high[row], const, c[cut], shares[h],
@@ -425,11 +412,11 @@ def read_sequence(  # type: ignore[no-untyped-def]
                 unread[row, head], sums[h, i] = True, 1.0
                 x[h, i] = 0
                 continue
-            report[0, row, head] = np.float32(column[0])
+            report[row, head, 0] = np.float32(column[0])
             for n in range(1, 4):
-                report[n, row, head] = up(column[n])
+                report[row, head, n] = up(column[n])
             error = value_error_of(column[1], column[4], norm, high[row], width, out_error, out_floor, const)
-            report[4, row, head] = np.inf if any_within(lost_v, begin, end) or not error < np.inf else up(error)
+            report[row, head, 4] = np.inf if any_within(lost_v, begin, end) or not error < np.inf else up(error)
             compressed[row, head] = end - begin
 
     part, acc = np.empty((kv_heads, lanes, width), np.float32), np.zeros((kv_heads, lanes, width))
@@ -446,6 +433,28 @@ def read_sequence(  # type: ignore[no-untyped-def]
             for j in range(width):
                 value = min(max(acc[h, i, j] / sums[h, i], -limit), limit)
                 out[i // per_head, h * per_head + i % per_head, j] = np.float32(value)
+
+
+class _Compiled:
+    """A function compiled when first called, and kept on disk where there is a folder for it."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._options: dict[str, Any] = {"fastmath": ANY_ORDER, "nogil": True}
+        self._function = function
+        try:
+            self._run = njit(cache=True, **self._options)(function)
+        except RuntimeError:  # no such folder
+            self._run = njit(**self._options)(function)
+
+    def __call__(self, *arguments: Any) -> None:
+        try:
+            self._run(*arguments)
+        except OSError:  # the folder cannot be written to any more; nothing has run yet
+            self._run = njit(**self._options)(self._function)
+            self._run(*arguments)
+
+
+_read_sequence = _Compiled(read_sequence)
 
 
 def decode(
@@ -484,15 +493,16 @@ def decode(
     fixed = [t[name].numpy() for name in ("mu", "f", "u", "bypass_channels", "band_of_channel")]
     kind = torch.finfo(q.dtype)
     const, cast = _constants(), (kind.eps, 2.0**-25 if q.dtype == torch.float16 else kind.smallest_normal, kind.max)
-    query = q.to(torch.float64).numpy()
+    query = q.to(torch.float64).contiguous().numpy()
     out = np.zeros((rows, heads, v_codes.shape[2]), np.float32)
-    report, compressed = np.zeros((5, rows, heads), np.float32), np.zeros((rows, heads), np.int32)
-    report[0] = -np.inf
+    report, compressed = np.zeros((rows, heads, 5), np.float32), np.zeros((rows, heads), np.int32)
+    report[..., 0] = -np.inf
     unread = np.zeros((rows, heads), np.bool_)
     shares = np.zeros((len(lengths), kv_heads, page_table.shape[1] if want_shares else 0), np.float32)
     period = reader.scalars["dither_period"] if reader.scalars["dither"] else 1
     xi, bypass = np.zeros((0, kv_heads, d), np.float32), np.zeros((max(lengths, default=0), kv_heads, 0), np.float32)
-    table = page_table.numpy()
+    table = page_table.contiguous().numpy()
+    capacity, pages = page_table.shape[1] * page_size, len(t["k_codes"])
     for b, length in enumerate(lengths):
         mine = slice(bounds[b], bounds[b + 1])
         position = np.arange(length - mine.stop + mine.start, length)
@@ -501,19 +511,24 @@ def decode(
         if not high.sum():
             continue
         start, stop = int(low.min()), int(high.max())
+        used = table[b, start // page_size : (stop - 1) // page_size + 1]
+        if stop > capacity or used.min() < 0 or used.max() >= pages:  # a traced call was not checked
+            raise ValueError(
+                f"page_table: got {used.tolist()} for {stop} tokens of sequence {b}, wants 0..{pages - 1} for each page"
+            )
         if t["bypass"].shape[-1]:
-            token = torch.arange(start, stop)
+            token = torch.arange(start, stop, device="cpu")
             page = page_table[b, token // page_size].to(torch.int64)
             bypass = t["bypass"][page, token % page_size].to(torch.float32).numpy()
         if reader.scalars["dither"]:
-            periods = torch.arange(start // period, (stop - 1) // period + 1)
+            periods = torch.arange(start // period, (stop - 1) // period + 1, device="cpu")
             xi = dither(reader.scalars["seed"], reader.scalars["layer"], kv_heads, periods, d).numpy()
-        read_sequence(
+        _read_sequence(
             query[mine], low, high, table[b], page_size, *fixed, k_codes, k_scale, sketch, witness, bypass,
             v_codes, v_scale, t["v_norm"].numpy(), xi, period, log_term(length, delta_local), sm_scale, const, *cast,
-            out[mine], report[:, mine], compressed[mine], shares[b], unread[mine],
+            out[mine], report[mine], compressed[mine], shares[b], unread[mine],
         )  # fmt: skip
-    columns = [torch.from_numpy(column.copy()) for column in report]
+    columns = [torch.from_numpy(report[..., n].copy()) for n in range(5)]
     outputs = (torch.from_numpy(out).to(q.dtype), *columns, torch.from_numpy(compressed))
     if not unread.any():
         return *outputs, torch.from_numpy(shares)

@@ -310,7 +310,7 @@ def _check_write(
     for name, tensor in named.items():
         width = layout.head_dim_v if name.startswith("v") else layout.head_dim
         check_tensor(name, tensor, (n, layout.kv_heads, width), dtypes, device)
-    if device.type == "cpu" and n:
+    if device.type == "cpu" and n and not torch.compiler.is_compiling():
         capacity = pool.num_pages * layout.page_size
         if int(slots.max()) >= capacity or int(slots.min()) < 0:
             raise ValueError(f"slots: got {int(slots.min())}..{int(slots.max())}, wants 0..{capacity - 1}")
@@ -565,7 +565,7 @@ def _check_values(
         raise ValueError(
             f"seq_lens: got {int(seq_lens.min())}..{int(seq_lens.max())}, wants 0..{capacity}, what page_table covers"
         )
-    used = torch.arange(page_table.shape[1])[None] * page_size < seq_lens[:, None]
+    used = torch.arange(page_table.shape[1], device=seq_lens.device)[None] * page_size < seq_lens[:, None]
     pages = page_table[used]
     if pages.numel() and (int(pages.min()) < 0 or int(pages.max()) >= pool.num_pages):
         raise ValueError(f"page_table: got {int(pages.min())}..{int(pages.max())}, wants 0..{pool.num_pages - 1}")

@@ -140,7 +140,7 @@ class PackedReader:
         cut = slice(start - base, stop - base)
         codes = self._load("k_codes", pages, cut).to(torch.float32)
         scale = self._load("k_scale", pages, cut).to(torch.float32)
-        lost = ~(scale[..., 0] < INF)
+        lost = ~((scale[..., 0] >= 0) & (scale[..., 0] < INF))
         any_lost = bool(lost.any())
         if any_lost:
             scale = scale.masked_fill(lost[..., None], 0.0)
@@ -207,7 +207,7 @@ class PackedReader:
         m_a, l_a = log_mass(moments, x, c)
 
         scale_v = self._load("v_scale", pages, cut).to(torch.float32)
-        lost_v = ~(scale_v[..., 0] < INF)
+        lost_v = ~((scale_v[..., 0] >= 0) & (scale_v[..., 0] < INF))
         bad_v = torch.zeros_like(query.bad)
         if bool(lost_v.any()):
             scale_v = scale_v.masked_fill(lost_v[..., None], 0.0)

@@ -66,8 +66,12 @@ def test_agrees_with_the_reader_and_is_sound(monkeypatch: pytest.MonkeyPatch, na
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("window", [-1, 0, 20])
 @pytest.mark.parametrize("causal", [False, True])
-def test_rows_of_the_store(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, window: int, causal: bool) -> None:
-    case = make_case(4, StoreLayout(3, 64, 64, page_size=16, sketch=1, bypass=1, dtype=dtype), [40, 130], heads=6)
+@pytest.mark.parametrize("dither", [False, True])
+def test_rows_of_the_store(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, window: int, causal: bool, dither: bool
+) -> None:
+    layout = StoreLayout(3, 64, 64, page_size=16, sketch=1, bypass=1, dither=dither, dither_period=8, dtype=dtype)
+    case = make_case(4, layout, [40, 130], heads=6)
     more = {"qo_indptr": torch.tensor([0, 5, 12], dtype=torch.int32), "causal": causal, "window_left": window}
     (out, lse, cert), (out2, lse2, cert2) = both(monkeypatch, case, query(case, 12), **more)
     torch.testing.assert_close(out, out2, rtol=2e-2, atol=1e-4)
@@ -128,6 +132,65 @@ def test_asking_for_shares_changes_nothing_else() -> None:
     assert bool((cert.shares[0].sum(-1) >= most * (1 - 1e-5)).all())
 
 
+@pytest.mark.parametrize("bits", [0x7C00, 0x7E00, 0xFC00, 0xFE00, 0xBC00])
+@pytest.mark.parametrize("backend", ["", "torch"])
+def test_a_scale_that_is_no_scale_is_not_read(monkeypatch: pytest.MonkeyPatch, bits: int, backend: str) -> None:
+    """Inf, NaN and negative numbers, which no writer of ours stores."""
+    case = make_case(9, StoreLayout(1, 64, 64, page_size=16), [40], heads=2)
+    arguments = (query(case, 1), case.pool, case.page_table, case.seq_lens)
+    monkeypatch.setenv("WITCERT_BACKEND", backend)
+    page, stored = int(case.page_table[0, 0]), bits - (bits >> 15 << 16)
+    case.pool.v_scale.view(torch.int16)[page, 3] = stored
+    out, _, cert = certified_decode(*arguments)
+    assert bool((cert.value_error == math.inf).all()) and bool((cert.meter < 1).all()) and bool(out.isfinite().all())
+    case.pool.k_scale.view(torch.int16)[page, 3] = stored
+    assert bool((certified_decode(*arguments)[2].meter == 1).all())
+
+
+@pytest.mark.parametrize("backend", ["", "torch"])
+def test_a_query_that_requires_a_gradient(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    case = make_case(10, StoreLayout(1, 64, 64, page_size=16, bypass=1), [40], heads=2)
+    q = query(case, 1)
+    monkeypatch.setenv("WITCERT_BACKEND", backend)
+    wanted = certified_decode(q, case.pool, case.page_table, case.seq_lens)
+    k, v = case.keys[0][:1].clone().requires_grad_(), case.values[0][:1].clone().requires_grad_()
+    quantize_(k, v, case.pool, case.page_table[0, :1].long() * 16)
+    assert not any(getattr(case.pool, name).requires_grad for name in case.pool.page_tensors)
+    got = certified_decode(q.clone().requires_grad_(), case.pool, case.page_table, case.seq_lens)
+    assert torch.equal(got[0], wanted[0]) and torch.equal(got[2].meter, wanted[2].meter)
+
+
+def test_a_traced_call_reads_no_page_that_is_not_there() -> None:
+    case = make_case(11, StoreLayout(1, 64, 64, page_size=16), [40], heads=2)
+    q = query(case, 1)
+
+    def meter(page_table: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+        return certified_decode(q, case.pool, page_table, seq_lens)[2].meter
+
+    traced = torch.compile(meter, fullgraph=True, backend="aot_eager")
+    assert torch.equal(traced(case.page_table, case.seq_lens), meter(case.page_table, case.seq_lens))
+    for page in (case.pool.num_pages, 10**7, -1):
+        table = case.page_table.clone()
+        table[0, 1] = page
+        with pytest.raises(ValueError, match="page_table"):
+            traced(table, case.seq_lens)
+    with pytest.raises(ValueError, match="page_table"):
+        traced(case.page_table, torch.tensor([10**4], dtype=torch.int32))
+
+
+def test_a_folder_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(12, StoreLayout(1, 64, 64), [20], heads=2)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    compiled = fused._Compiled(fused.read_sequence)
+    monkeypatch.setattr(compiled, "_run", full)
+    monkeypatch.setattr(fused, "_read_sequence", compiled)
+    assert bool(certified_decode(query(case, 1), case.pool, case.page_table, case.seq_lens)[2].meter.isfinite().all())
+    assert compiled._run is not full
+
+
 @pytest.mark.parametrize("name", ["EXP_ERROR", "UNDERFLOW", "MOMENT_REL", "STEP_WIDEN"])
 def test_the_budget_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Compiled code is kept on disk: a constant baked into it would outlive its change."""
@@ -152,7 +215,7 @@ def test_all_halves_are_read_exactly() -> None:
     out = np.empty(len(bits), np.float32)
     fused.load_halves(bits[:, None, None], np.arange(len(bits)), 0, out)
     np.testing.assert_array_equal(out, bits.view(np.float16).astype(np.float32))
-    for bad in (np.inf, np.nan):
+    for bad in (np.inf, np.nan, -np.inf, -np.nan, -1.0):
         one = np.array([1, bad], np.float16).view(np.int16)
         fused.load_halves(one[:, None, None], np.arange(2), 0, out[:2])
         assert out[0] == 1 and out[1] == np.inf

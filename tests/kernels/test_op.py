@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from witcert_kernels import Budget, BudgetExhausted, PackedPool, StoreLayout, certified_decode, reader
+from witcert_kernels import Budget, BudgetExhausted, PackedPool, StoreLayout, certified_decode, quantize_, reader
 from witcert_kernels.precision import full_precision
 
 from .oracle import exact_logits, make_case, softmax, stored_logits
@@ -49,6 +49,25 @@ def test_compiles_to_one_graph() -> None:
         compiled(q, case.page_table, case.seq_lens), step(q, case.page_table, case.seq_lens), strict=True
     ):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_a_traced_step_takes_any_batch() -> None:
+    """Write and read through the public functions, traced once with sizes that vary."""
+    case = make_case(2, StoreLayout(2, 64, 64, page_size=8), [30, 12, 9], heads=4)
+    q = queries(case, 3)
+
+    def step(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, q: torch.Tensor, rows: torch.Tensor) -> Any:
+        quantize_(k, v, case.pool, slots)
+        out, lse, cert = certified_decode(q, case.pool, case.page_table[rows], case.seq_lens[rows])
+        return out, lse, cert.meter
+
+    traced = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for count in (1, 2, 3):
+        rows = torch.arange(count)
+        slots = case.page_table[rows, 0].long() * 8
+        k, v = (torch.stack([x[b][0] for b in range(count)]) for x in (case.keys, case.values))
+        for got, wanted in zip(traced(k, v, slots, q[rows], rows), step(k, v, slots, q[rows], rows), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)])
