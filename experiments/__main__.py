@@ -17,6 +17,7 @@ from experiments import (
     bounds,
     counterexample,
     documentation,
+    figure1,
     gate_traffic,
     loop,
     memory,
@@ -34,7 +35,7 @@ from experiments import model as subject
 from experiments.result import RESULTS, Result, Table, comparison, number
 
 SYNTHETIC = (counterexample, memory, table5, table7, loop, table14)
-ACTIVATIONS = (sources, table1, table4, table8, bounds)
+ACTIVATIONS = (figure1, sources, table1, table4, table8, bounds)
 DECODING = (rescue, gate_traffic, quality, adaptive)
 EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS, *DECODING)}
 
