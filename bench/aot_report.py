@@ -56,7 +56,7 @@ KERNELS = [
 ]
 TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64",
-    torch.int32: "i32", torch.int8: "i8", torch.uint8: "u8",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
 }  # fmt: skip
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # SASS opcodes by what they occupy

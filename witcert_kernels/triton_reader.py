@@ -65,6 +65,36 @@ def _int8_to_half(x, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def _pairs_to_half(x, INTERPRET: tl.constexpr):
+    """The low and the high bytes of int16, each int8, as float16, exact: a byte in the mantissa of 1024 + 128 + x.
+
+    Two numbers at a time. Values are read as pairs of channels so that the transposing load of a tensor core's operand,
+    whose unit is 16 bits, brings both tokens of a pair of products into one register.
+    """
+    if INTERPRET:
+        low, high = ((x << 8) >> 8).to(tl.float16), (x >> 8).to(tl.float16)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 biased, magic, offset;
+            mov.b32 magic, 0x64646464;
+            mov.b32 offset, 0x64806480;
+            xor.b32 biased, $2, 0x80808080;
+            prmt.b32 $0, biased, magic, 0x4240;
+            prmt.b32 $1, biased, magic, 0x4341;
+            sub.f16x2 $0, $0, offset;
+            sub.f16x2 $1, $1, offset;
+            }""",
+            "=r,=r,r",
+            [x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return low, high
+
+
+@triton.jit
 def _load_digits(
     Digits, row, row_ok, group, start, FIRST: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr,
     DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
@@ -166,7 +196,11 @@ def _group(
     step = tl.where(lost, 0.0, step)
     within = tl.arange(0, WP)
     at = cell[:, None] * D + group * (D // GROUPS) + within[None, :]
-    k = tl.load(KCodes + at, mask=here[:, None] & (within < D // GROUPS)[None, :], other=0)
+    # tokens that are not here have codes too, in the same page or the first one, and no weight
+    if WP == D // GROUPS:
+        k = tl.load(KCodes + at)
+    else:
+        k = tl.load(KCodes + at, mask=(within < D // GROUPS)[None, :], other=0)
     STACKED: tl.constexpr = 2 if DIGITS == 2 else 4  # a power of two of digits, the last one 0
     if GROUPS > 1:
         digits = _load_digits(Digits, row, row_ok, group, 0, 0, STACKED if STACK else 1, D, GROUPS, DIGITS, BLOCK_M, WP)
@@ -229,27 +263,34 @@ def _value_steps(VScale, cell, here, column, DV: tl.constexpr, GROUPS_V: tl.cons
 
 
 @triton.jit
-def _value_product(p, codes, steps, norm, FLOAT32: tl.constexpr, GROUPS_V: tl.constexpr, INTERPRET: tl.constexpr):
-    """Σ p v̂ ``[rows, DVP]``, in float32 or with weights as float16.
+def _value_product(
+    p, codes, steps, norm, FLOAT32: tl.constexpr, PAIRED: tl.constexpr, GROUPS_V: tl.constexpr, INTERPRET: tl.constexpr
+):
+    """Σ p v̂ ``[rows, DVP]``, in float32 or with weights as float16; PAIRED: its even and its odd channels.
 
     norm, at least each ‖v̂‖, is over 100 steps. For float16 steps are in units of a power of two above norm / 64, and
     weights are times HALF_SCALE: clear of underflow.
     """
+    odd = tl.zeros((p.shape[0], 1), tl.float32)
     if FLOAT32:
         values = codes.to(tl.float32) * (steps[:, None] if GROUPS_V == 1 else steps)
         part = tl.dot(p, values, input_precision="ieee")
     else:
         exponent = (tl.maximum(norm, 2.0**-16).to(tl.int32, bitcast=True) >> 23) - 6
         inverse = ((253 - exponent) << 23).to(tl.float32, bitcast=True)
-        if GROUPS_V == 1:
-            weights = p * (steps * inverse * HALF_SCALE)[None, :]
-            values = _int8_to_half(codes, INTERPRET)
-        else:
-            weights = p * HALF_SCALE
-            values = (codes.to(tl.float32) * (steps * inverse)).to(tl.float16)
         unit = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
-        part = tl.dot(weights.to(tl.float16), values) * unit
-    return part
+        if PAIRED:
+            weights = (p * (steps * inverse * HALF_SCALE)[None, :]).to(tl.float16)
+            low, high = _pairs_to_half(codes, INTERPRET)
+            part = tl.dot(weights, low) * unit
+            odd = tl.dot(weights, high) * unit
+        elif GROUPS_V == 1:
+            weights = p * (steps * inverse * HALF_SCALE)[None, :]
+            part = tl.dot(weights.to(tl.float16), _int8_to_half(codes, INTERPRET)) * unit
+        else:
+            values = (codes.to(tl.float32) * (steps * inverse)).to(tl.float16)
+            part = tl.dot((p * HALF_SCALE).to(tl.float16), values) * unit
+    return part, odd
 
 
 @triton.jit(do_not_specialize=[*SIZES, "seed", "layer"])
@@ -263,7 +304,7 @@ def _packed_kernel(
     PERIOD: tl.constexpr, RADIUS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     RAGGED: tl.constexpr, HAS_NEW: tl.constexpr, HAS_EXACT: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr,
     DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WP: tl.constexpr, DVP: tl.constexpr,
-    HALF_RHO: tl.constexpr, CERTIFICATE: tl.constexpr, INTERPRET: tl.constexpr,
+    HALF_RHO: tl.constexpr, PAIRED: tl.constexpr, CERTIFICATE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """A split of a sequence for BLOCK_M rows of a kv head. ``Digits`` to ``BandShare`` are of ``PackedDigits``."""
     kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -288,7 +329,9 @@ def _packed_kernel(
     z_row = tl.zeros((BLOCK_M,), tl.float32)
     norm = tl.zeros((BLOCK_N,), tl.float32)
     largest = tl.zeros((BLOCK_N,), tl.float32)
-    acc = tl.zeros((BLOCK_M, DVP), tl.float32)
+    UNIT: tl.constexpr = 2 if PAIRED else 1  # channels of a value that are read as one number
+    acc = tl.zeros((BLOCK_M, DVP // UNIT), tl.float32)
+    odd = tl.zeros((BLOCK_M, DVP // UNIT if PAIRED else 1), tl.float32)
     count = tl.zeros((BLOCK_M if ROWWISE or BIAS else BLOCK_N,), tl.int32)
 
     z_shift = tl.zeros((BLOCK_M,), tl.float32)
@@ -301,7 +344,7 @@ def _packed_kernel(
     cell_of_table = sequence * max_pages
     exact_of_table = (sequence * KV + kv_head) * max_pages
     token_at = tl.arange(0, BLOCK_N)
-    column = tl.arange(0, DVP)
+    column = tl.arange(0, DVP // UNIT)
 
     for base in range(first, stop, BLOCK_N):
         token = base + token_at
@@ -377,8 +420,11 @@ def _packed_kernel(
             z_max = tl.maximum(z_max, tl.max(tl.where(ok, dot, 0.0), 1))
         count += tl.sum(ok.to(tl.int32), 1) if ROWWISE or BIAS else here.to(tl.int32)
 
-        at = cell[:, None] * DV + column[None, :]
-        codes = tl.load(VCodes + at, mask=here[:, None] & (column < DV)[None, :], other=0)
+        at = cell[:, None] * (DV // UNIT) + column[None, :]
+        if DVP == DV:
+            codes = tl.load(VCodes + at)
+        else:
+            codes = tl.load(VCodes + at, mask=(column < DV // UNIT)[None, :], other=0)
         steps, rho_token = _value_steps(VScale, cell, here, column, DV, GROUPS_V, HALF_RHO)
         if not CERTIFICATE:
             rho_token = tl.zeros((1, BLOCK_N), tl.float32)
@@ -386,16 +432,18 @@ def _packed_kernel(
             y, c, flagged, rho_token, ok, m, l, a1, a2, c_max, rho, m_wide, l_wide, not CERTIFICATE,
             not (ROWWISE or BIAS), INTERPRET,
         )  # fmt: skip
-        part = _value_product(
+        part, odd_part = _value_product(
             p,
             codes,
             steps,
             page_norm if PAGE >= BLOCK_N else tl.max(page_norm, 0),
             Q.dtype.element_ty == tl.float32,
+            PAIRED,
             GROUPS_V,
             INTERPRET,
         )
         acc = acc * factor[:, None] + part
+        odd = odd * factor[:, None] + odd_part
 
     if not CERTIFICATE:
         c_max = tl.full((BLOCK_M,), float("inf"), tl.float32)
@@ -403,6 +451,8 @@ def _packed_kernel(
         z_max = tl.load(Dot + row, mask=row_ok, other=0.0) * tl.max(largest, 0)
     if not (ROWWISE or BIAS):
         count = tl.sum(count, 0)
+    if PAIRED:
+        acc = tl.reshape(tl.join(acc, odd), (BLOCK_M, DVP))
     store_row(
         Acc, Stats, split, slots, total, row, row_ok, acc, m, l, a1, a2, c_max, rho, m_wide, l_wide, z_max, z_row, norm,
         count, DV, DVP,
@@ -491,17 +541,20 @@ def decode_packed(
     mixed = read.has_exact or sinks is not None or cap != 0
     if read.programs:
         given = read.given
+        # with more rows the compiler gives two products that share an operand to few warps
+        paired = groups_v == 1 and q.dtype != torch.float32 and read.block_m < 16
+        v_codes = t["v_codes"].view(torch.int16) if paired else t["v_codes"]
         _packed_kernel[read.grid](
             read.q, given(qo_indptr), given(page_table), given(seq_lens), given(exact_pages), given(bias),
             query.digits, query.unit, query.sketch, query.half, query.fixed, query.dot, query.witness,
             query.radius_square, query.radius_bias, query.kept, query.shift, query.shift_error, query.band_share,
-            t["k_codes"], t["k_scale"], t["sketch"], t["witness"], t["bypass"], t["v_codes"], t["v_scale"], t["v_norm"],
+            t["k_codes"], t["k_scale"], t["sketch"], t["witness"], t["bypass"], v_codes, t["v_scale"], t["v_norm"],
             acc, stats, *read.scalars(len(acc)), _log_term(delta_local), scalars["seed"], as_int32(scalars["layer"]),
             **read.constants(), GROUPS=groups, GROUPS_V=groups_v, R=r, BANDS=bands, KEPT=kept,
             PERIOD=scalars["dither_period"] if scalars["dither"] else 0, RADIUS=delta_local > 0, SHIFT=mixed,
             DIGITS=digits, WP=padded(d // groups, 32),
             HALF_RHO=math.sqrt(d_v if groups_v == 1 else 1) / 2 * rounding.STEP_WIDEN * (1 + (d_v + 16) * rounding.U),
-            CERTIFICATE=certificate, num_stages=3,
+            PAIRED=paired, CERTIFICATE=certificate, num_stages=3,
         )  # fmt: skip
         if read.has_exact:
             read_exact(read, query.bad, acc, stats)

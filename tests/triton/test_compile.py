@@ -57,7 +57,7 @@ def test_decode_does_not_spill(reports: Report) -> None:
     for call in DECODES:
         assert all(report["stack"] == 0 and report["instructions"]["local"] == 0 for report in reports[call])
         packed = kernel(reports, call, "_packed_kernel")
-        assert packed["reg"] <= 240 and packed["blocks_by_registers"] >= 2
+        assert packed["blocks_by_registers"] >= (4 if call in ("decode", "decode-gqa-8-two-digits") else 3)
 
 
 def test_decode_multiplies_on_tensor_cores(reports: Report) -> None:
