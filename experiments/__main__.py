@@ -19,6 +19,7 @@ from experiments import (
     documentation,
     figure1,
     gate_traffic,
+    long_text,
     loop,
     memory,
     quality,
@@ -36,7 +37,7 @@ from experiments.result import RESULTS, Result, Table, comparison, number
 
 SYNTHETIC = (counterexample, memory, table5, table7, loop, table14)
 ACTIVATIONS = (figure1, sources, table1, table4, table8, bounds)
-DECODING = (rescue, gate_traffic, quality, adaptive)
+DECODING = (rescue, gate_traffic, quality, long_text, adaptive)
 EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS, *DECODING)}
 
 QUICK = Path("build") / "experiments"
