@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -37,9 +38,36 @@ def check_tensor(
 
 
 def check_range(name: str, value: int | float, low: float, high: float, *, open_low: bool = False) -> None:
-    """Raise ``ValueError`` unless ``low <= value <= high`` (``low < value`` when ``open_low``)."""
-    if not (value > low if open_low else value >= low) or not value <= high:
-        raise ValueError(f"{name}: got {value}, wants a number in {'(' if open_low else '['}{low}, {high}]")
+    """Raise unless ``low <= value <= high`` (``low < value`` when ``open_low``).
+
+    Raises:
+        TypeError: not a number.
+        ValueError: out of range.
+    """
+    wanted = f"a number in {'(' if open_low else '['}{low}, {high}]"
+    try:
+        inside = (value > low if open_low else value >= low) and value <= high
+    except TypeError:
+        raise TypeError(f"{name}: got {value!r}, wants {wanted}") from None
+    if not inside:
+        raise ValueError(f"{name}: got {value}, wants {wanted}")
+
+
+def check_integer(name: str, value: int, low: int, high: int = 2**31 - 1) -> int:
+    """The value as an int; raise unless it is an integer in ``low`` … ``high``.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: out of range.
+    """
+    try:
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, wants an integer in [{low}, {high}]")
+    check_range(name, number, low, high)
+    return number
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib import util
 from inspect import signature
 from typing import Any, Literal
 
@@ -14,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import reader, writer
-from .backend import use_triton
+from .backend import use_numba, use_triton
 from .budget import Budget
 from .checks import check_range, check_tensor
 from .layout import MODEL_DTYPES
@@ -49,16 +46,6 @@ class Certificate:
     compressed: Tensor
     shares: Tensor
     guarantee: Guarantee
-
-
-def use_numba(device: torch.device) -> bool:
-    """CPU tensors run what numba compiled where it is installed, but not under ``WITCERT_BACKEND=torch``."""
-    return device.type == "cpu" and os.environ.get("WITCERT_BACKEND") != "torch" and _has_numba()
-
-
-@cache
-def _has_numba() -> bool:
-    return util.find_spec("numba") is not None
 
 
 @op(

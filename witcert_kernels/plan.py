@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .backend import use_triton
-from .checks import check_choice, check_range
+from .checks import check_integer
 from .layout import ObservatoryLayout, StoreLayout
 from .pool import ObservatoryPool, PackedPool
 
@@ -56,15 +56,17 @@ class Plan:
             raise TypeError(f"pool: got {type(pool).__name__}, wants a PackedPool or an ObservatoryPool")
         self.layout: StoreLayout | ObservatoryLayout = pool.layout
         self.device = pool.device
-        if heads < 1 or heads % self.layout.kv_heads:
+        if check_integer("heads", heads, 1) % self.layout.kv_heads:
             raise ValueError(f"heads: got {heads}, wants a multiple of the pool's {self.layout.kv_heads} kv heads")
-        check_range("batch", batch, 0, 2**31 - 1)
-        check_range("max_pages", max_pages, 0, 2**31 - 1)
+        check_integer("batch", batch, 0)
+        check_integer("max_pages", max_pages, 0)
         if rows is not None:
-            check_range("rows", rows, 0, 2**31 - 1)
+            check_integer("rows", rows, 0)
         if splits is not None:
-            check_range("splits", splits, 1, 2**16)
-        check_choice("digits", digits, (2, 3))
+            check_integer("splits", splits, 1, 2**16)
+        check_integer("digits", digits, 2, 3)
+        if not isinstance(exact, bool):
+            raise TypeError(f"exact: got {exact!r}, wants a bool")
         if digits != 3 and isinstance(pool, ObservatoryPool):
             raise ValueError(f"digits: got {digits} for an ObservatoryPool, wants 3: its keys are not int8")
         self.heads, self.batch, self.max_pages, self.rows, self.exact = heads, batch, max_pages, rows, exact

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_range
+from .checks import check_integer, check_range, check_tensor
 
 BINS = 1000
 PLACES = 2**16
@@ -45,17 +45,20 @@ class Counters:
         """Share of the cells with meter ≤ τ, for a τ that is counted or a multiple of 1/1000; NaN for no cells.
 
         Raises:
-            ValueError: another τ.
+            TypeError, ValueError: another τ.
         """
+        check_range("tau", tau, 0.0, 1.0)
         entry = round(tau * BINS)
-        if tau not in self.covered and (not 0 <= entry <= BINS or abs(tau * BINS - entry) > 1e-9):
+        if tau not in self.covered and abs(tau * BINS - entry) > 1e-9:
             raise ValueError(f"tau: got {tau}, wants one of {list(self.covered)} or a multiple of 1/{BINS}")
         count = self.covered[tau] if tau in self.covered else sum(self.histogram[: entry + 1])
         return count / self.cells if self.cells else float("nan")
 
 
 class Telemetry:
-    """Counts every cell of the decodes that it is given to; integer atomics, so the order of cells changes nothing.
+    """Counts every cell of the decodes that it is given to, exactly and in any order: the counters are integers.
+
+    On a GPU the kernels count with atomics. On a CPU, threads that decode at the same time need one each.
 
     Args:
         taus: thresholds in (0, 1] at which coverage is counted exactly.
@@ -71,9 +74,11 @@ class Telemetry:
 
     @torch.inference_mode(False)
     def __init__(self, taus: Sequence[float] = (0.1, 0.2), device: torch.device | str = "cpu") -> None:
-        self.taus = tuple(float(tau) for tau in taus)
-        for tau in self.taus:
+        if not isinstance(taus, Sequence):
+            raise TypeError(f"taus: got {taus!r}, wants a sequence of numbers")
+        for tau in taus:
             check_range("taus", tau, 0.0, 1.0, open_low=True)
+        self.taus = tuple(float(tau) for tau in taus)
         first_tau = COVERED + len(self.taus) + BINS + 1
         start = torch.zeros(first_tau + len(self.taus), dtype=torch.int64)
         start[WORST] = -1
@@ -86,10 +91,19 @@ class Telemetry:
         """Count cells with torch's own ops, for certificates that were made without it. Waits for nothing.
 
         Args:
-            meter, risk, value_error: of a certificate, float32 ``[rows, heads]``.
+            meter, risk, value_error: of a certificate, float32 ``[rows, heads]``. A meter that is no number in [0, 1]
+                counts as the nearest, NaN as 1.
             counted: ``[rows, heads]``, nonzero at the cells to count.
             layer: their layer.
+
+        Raises:
+            TypeError, ValueError: another dtype or shape, or a negative layer, by name, before anything is counted.
         """
+        check_integer("layer", layer, 0)
+        check_tensor("meter", meter, (None, None), torch.float32)
+        for name, tensor in (("risk", risk), ("value_error", value_error)):
+            check_tensor(name, tensor, tuple(meter.shape), torch.float32)
+        check_tensor("counted", counted, tuple(meter.shape))
         count_(self.buffer, meter.detach(), risk.detach(), value_error.detach(), counted, layer)
 
     def read(self) -> Counters:
@@ -131,6 +145,7 @@ def count_(buffer: Tensor, meter: Tensor, risk: Tensor, value_error: Tensor, cou
     taus, device = count_taus(buffer), buffer.device
     counted = counted.to(device) != 0
     meter, risk, value_error = (x.to(device) for x in (meter, risk, value_error))
+    meter = meter.nan_to_num(nan=1.0).clamp(0.0, 1.0) + 0.0  # no -0, whose bits are the smallest number's
     wide, one = meter.to(torch.float64), counted.to(torch.int64)
     thresholds = buffer[-taus:].view(torch.float64) if taus else buffer[:0].view(torch.float64)
     buffer[NON_FINITE] += (counted & ~risk.isfinite()).sum()

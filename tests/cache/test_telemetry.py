@@ -7,7 +7,8 @@ import math
 import urllib.request
 
 import pytest
-from prometheus_client import CollectorRegistry, start_http_server
+import torch
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from witcert import WitCertCache
@@ -85,16 +86,50 @@ def test_one_telemetry_counts_several_caches() -> None:
 
 
 def test_registering_waits_for_nothing_and_an_empty_scrape_works() -> None:
-    registry, collector = CollectorRegistry(), TelemetryCollector(Telemetry(), LABELS, buckets=(0.25, 1.0))
-    collector.telemetry.buffer = collector.telemetry.buffer.to("meta")
-    registry.register(collector)
-    collector.telemetry.buffer = Telemetry().buffer
+    registry, telemetry = CollectorRegistry(), Telemetry()
+    telemetry.buffer = telemetry.buffer.to("meta")
+    registry.register(TelemetryCollector(telemetry, LABELS, buckets=(0.25, 1.0)))
+    telemetry.buffer = Telemetry().buffer
     names = {sample.name for family in registry.collect() for sample in family.samples}
     assert "witcert_meter_count" in names and "witcert_worst_meter" not in names
 
 
+def test_several_telemetries_under_labels_of_their_own() -> None:
+    first, second, registry = Telemetry(), Telemetry(), CollectorRegistry()
+    collector = TelemetryCollector(first, LABELS)
+    collector.add(second, {"model": "other"})
+    registry.register(collector)
+    one = torch.ones(1, 1)
+    first.add(one * 0.1, one, one, one, 0)
+    second.add(one * 0.3, one, one, one, 1)
+    second.add(one * 0.5, one, one, one, 2)
+    text = generate_latest(registry).decode()
+    counts = {
+        sample.labels["model"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "witcert_meter_count"
+    }
+    assert counts == {"llama": 1, "other": 2}
+    for labels in (LABELS, {}, {"name": "x"}):
+        with pytest.raises(ValueError, match=r"^labels: got"):
+            collector.add(Telemetry(), labels)
+
+
+@pytest.mark.parametrize("labels", [{"le": "1"}, {"tau": "1"}, {"": "x"}, {"__x": "x"}, {"a-b": "x"}])
+def test_labels_that_prometheus_would_refuse(labels: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"^labels: got the name"):
+        TelemetryCollector(Telemetry(), labels)
+
+
+@pytest.mark.parametrize("value", [0, None])
+def test_label_values_are_strings(value: object) -> None:
+    with pytest.raises(TypeError, match=r"^labels: got the value"):
+        TelemetryCollector(Telemetry(), {"rank": value})  # type: ignore[dict-item]
+
+
 def test_bad_arguments_are_named() -> None:
-    for buckets in ((), (0.1,), (0.5, 0.1, 1.0), (0.00015, 1.0), (0.5, 2.0)):
+    for buckets in ((), (0.1,), (0.5, 0.1, 1.0), (0.00015, 1.0), (0.5, 2.0), (0.5, math.inf), (math.nan, 1.0)):
         with pytest.raises(ValueError, match=r"^buckets: got"):
             TelemetryCollector(Telemetry(), buckets=buckets)
     with pytest.raises(TypeError, match=r"^telemetry: got NoneType"):

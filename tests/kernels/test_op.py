@@ -267,3 +267,10 @@ def test_precision_is_held_until_the_last_one_leaves() -> None:
         assert matmul.fp32_precision == "bf16"
     finally:
         matmul.fp32_precision = before
+
+
+def test_a_backend_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(1, StoreLayout(1, 64, 64), [5], heads=1)
+    monkeypatch.setenv("WITCERT_BACKEND", "tritn")
+    with pytest.raises(ValueError, match=r"^WITCERT_BACKEND: got 'tritn'"):
+        certified_decode(queries(case, 1), case.pool, case.page_table, case.seq_lens)

@@ -158,3 +158,31 @@ def test_a_captured_decode_counts_on_every_replay() -> None:
         graph.replay()
     counters = telemetry.read()
     assert counters.histogram == tuple(3 * n for n in one.histogram) and counters.worst == one.worst
+
+
+def test_what_is_added_by_hand_is_checked_before_anything_is_counted() -> None:
+    telemetry, one = Telemetry(), torch.ones(2, 3)
+    for bad, error in (
+        (dict(meter=one.double()), TypeError),
+        (dict(risk=one[:1]), ValueError),
+        (dict(counted=one[:1]), ValueError),
+        (dict(layer=-1), ValueError),
+        (dict(layer=0.5), TypeError),
+    ):
+        arguments: dict[str, Any] = dict(meter=one, risk=one, value_error=one, counted=one, layer=0) | bad
+        with pytest.raises(error, match=f"^{next(iter(bad))}: got"):
+            telemetry.add(**arguments)
+    assert telemetry.read().cells == 0
+    meters = torch.tensor([[math.nan, 2.0, -0.0]])
+    telemetry.add(meters, one[:1], one[:1], one[:1], 5)
+    counters = telemetry.read()
+    assert (counters.histogram[0], counters.histogram[BINS], counters.max_meter) == (1, 2, 1.0)
+    telemetry.reset()
+    telemetry.add(-0.0 * one[:1, :1], one[:1, :1], one[:1, :1], one[:1, :1], 5)
+    assert telemetry.read().worst == (5, 0)
+    for tau in (math.nan, math.inf, 2.0):
+        with pytest.raises(ValueError, match=r"^tau: got"):
+            counters.coverage(tau)
+    for taus in (0.1, "0.1", ("a",)):
+        with pytest.raises(TypeError, match=r"^taus: got"):
+            Telemetry(taus)  # type: ignore[arg-type]

@@ -223,6 +223,8 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
         ("rows", {"rows": -1}),
         ("splits", {"splits": 0}),
         ("digits", {"digits": 4}),
+        *((name, {name: 2.0}) for name in ("heads", "batch", "max_pages", "rows", "splits", "digits")),
+        ("exact", {"exact": 1}),
         ("digits", {"digits": 2, "pool": observatory}),
     ]
     for name, change in wrong:
