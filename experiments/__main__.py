@@ -28,6 +28,7 @@ from experiments import (
     table1,
     table4,
     table5,
+    table6,
     table7,
     table8,
     table14,
@@ -36,7 +37,7 @@ from experiments import model as subject
 from experiments.result import RESULTS, Result, Table, comparison, number
 
 SYNTHETIC = (counterexample, memory, table5, table7, loop, table14)
-ACTIVATIONS = (figure1, sources, table1, table4, table8, bounds)
+ACTIVATIONS = (figure1, sources, table1, table4, table6, table8, bounds)
 DECODING = (rescue, gate_traffic, quality, long_text, adaptive)
 EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS, *DECODING)}
 
