@@ -241,6 +241,15 @@ def test_the_two_sided_form_token_by_token_is_the_smaller_one() -> None:
     assert np.isfinite(figure1.log10_eform(p, c + 1000)).all()
 
 
+@pytest.mark.parametrize("peak", [0.01, 0.1])
+def test_an_anchor_is_sound_and_never_worse(peak: float) -> None:
+    rng = np.random.default_rng(0)
+    p, c = rng.dirichlet(np.full(10, peak), 40), rng.exponential(0.5, (40, 10))
+    value, plain = bounds.anchored(p, c), reference.meter(p, c)
+    assert all(bound >= reference.worst_case(x, y) for bound, x, y in zip(value, p, c, strict=True))
+    assert (value <= plain).all() and (value < plain).any()
+
+
 def test_accounts() -> None:
     score, danger = np.array([0.1, 0.2, 0.2, 0.9]), np.array([False, True, False, True])
     assert cells.auc(score, danger) == 0.875 and cells.auc(score, danger | True) is None
