@@ -278,7 +278,7 @@ def worst_case_lower(p_tilde: ArrayLike, c: ArrayLike) -> tuple[Array, Array]:
     prefix = _gain(mass, rest, up, rest_below, rest_down)
     suffix = _gain(rest, mass, rest_up, below, down)
     n = q.shape[-1]
-    both = np.concatenate([prefix, suffix], -1)
+    both = np.minimum(np.concatenate([prefix, suffix], -1), 1.0)  # a sum of weights may round to more
     best = np.argmax(both, -1)[..., None]
     first = np.arange(n) < best % n
     sign = np.where(first == (best < n), -1.0, 1.0)

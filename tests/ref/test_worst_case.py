@@ -100,6 +100,15 @@ def test_equal_bounds_are_a_subset_sum_that_no_order_solves() -> None:
     assert lower < exact < bounds.worst_case_relaxed(p, c) == pytest.approx(np.tanh(0.5))
 
 
+def test_what_is_attained_is_a_total_variation() -> None:
+    """Sums of weights under large bounds round to more than 1."""
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        n = int(rng.integers(2, 400))
+        x = 10 * rng.standard_normal(n)
+        assert bounds.worst_case_lower(tv.softmax(x), 300 * rng.random(n))[0] <= 1
+
+
 def test_a_reference_moves_the_target() -> None:
     p, c = np.array([0.2, 0.3, 0.5]), np.array([0.1, 0.4, 0.2])
     q = np.array([0.4, 0.1, 0.5])
