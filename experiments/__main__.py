@@ -15,6 +15,7 @@ from rich.table import Table as Grid
 from experiments import (
     adaptive,
     bounds,
+    context,
     counterexample,
     documentation,
     figure1,
@@ -38,7 +39,7 @@ from experiments.result import RESULTS, Result, Table, comparison, number
 
 SYNTHETIC = (counterexample, memory, table5, table7, loop, table14)
 ACTIVATIONS = (figure1, sources, table1, table4, table6, table8, bounds)
-DECODING = (rescue, gate_traffic, quality, long_text, adaptive)
+DECODING = (rescue, gate_traffic, quality, long_text, context, adaptive)
 EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS, *DECODING)}
 
 QUICK = Path("build") / "experiments"
