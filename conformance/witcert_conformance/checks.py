@@ -100,19 +100,6 @@ def meter_is_useful(block: Block, decoded: Decoded) -> None:
         )
 
 
-def meter_is_not_vacuous(block: Block, decoded: Decoded) -> None:
-    """1 − meter ≥ 0.95 · (1 − the meter of the exact quantities) − the documented error budget."""
-    got = cell(block, decoded.meter, "meter")
-    p, upper = _masked(block)[0], block.bounds[1]
-    room = 1 - exact.meter(p, upper)
-    for r in np.flatnonzero(plain_rows(block) & (upper.max(1, initial=0) < C_LARGE)).tolist():
-        least = 0.95 * room[r] * (1 - FLOAT_MARGIN) - block.slack[r] - 8 * block.noise[r]
-        require(
-            1 - got[r] >= least,
-            f"meter: got {got[r]!r} at {where(block, r)}, wants at most {1 - least!r}, exactly it is {1 - room[r]!r}",
-        )
-
-
 def meter_is_a_probability(block: Block, decoded: Decoded) -> None:
     """0 ≤ meter ≤ 1, never NaN; 1 where something is not finite, 0 where nothing is attended to."""
     got = cell(block, decoded.meter, "meter")

@@ -52,7 +52,8 @@ def _digest(*parts: str) -> str:
 def digest_of_mutant(mutant: Mutant) -> str:
     """Of its source and its ancestors' up to the twin."""
     own = [kind for kind in mutant.kind.__mro__ if kind.__module__.startswith(f"{__package__}.mutants.")]
-    return _digest(*(inspect.getsource(kind) for kind in own))
+    paths = [] if mutant.path is None else [inspect.getsource(options)]
+    return _digest(*(inspect.getsource(kind) for kind in own), *paths)
 
 
 def digest_of_property(prop: Property) -> str:

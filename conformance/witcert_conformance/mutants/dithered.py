@@ -135,12 +135,12 @@ class DitherOfTheSlotOutOfOrder(Twin):
         super().quantize(store, k, v, slots, slots if prompt else positions)
 
 
-@mutant("read_draws_the_same_dither", path=("dither",))
+@mutant("read_draws_the_same_dither", path=("dither", "heads"))
 class ReadDitherOfTheFirstKvHead(Twin):
-    """The reader draws the first kv head's dither for all."""
+    """From the third kv head on, the reader draws the first one's dither."""
 
     def read_xi(self, query: Query, tokens: Ints) -> Array:
-        return super().read_xi(replace(query, h=0), tokens)
+        return super().read_xi(query if query.h < 2 else replace(query, h=0), tokens)
 
 
 @mutant("budget_divides_by_layers_heads_and_steps")

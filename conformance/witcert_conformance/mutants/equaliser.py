@@ -135,7 +135,7 @@ class ConstantChannelHasNoStep(Twin):
         return half_range
 
 
-@mutant("equalised_keys_are_within_half_step", path=("equaliser",))
+@mutant("equalised_keys_are_within_half_step", path=("equaliser", "heads"))
 class SecondHeadCentresInHalfPrecision(Twin):
     """All kv heads but the first subtract mu rounded to float16."""
 
@@ -145,12 +145,12 @@ class SecondHeadCentresInHalfPrecision(Twin):
         return super().equalise(store, k + off)
 
 
-@mutant("equaliser_goes_into_the_query_once", path=("equaliser",))
+@mutant("equaliser_goes_into_the_query_once", path=("equaliser", "heads"))
 class FactorsOfTheFirstKvHead(Twin):
-    """Every kv head's queries are multiplied by the first one's f."""
+    """Queries of the third kv head and later ones are multiplied by the first one's f."""
 
     def fold(self, store: TwinStore, q: Array, h: int) -> Array:
-        return super().fold(store, q, 0)
+        return super().fold(store, q, h if h < 2 else 0)
 
 
 @mutant("shift_meets_a_soft_cap", path=("equaliser", "soft_cap"))
@@ -186,12 +186,12 @@ class SomeExactPagesWithoutTheShift(Twin):
         return super().mixed(query) and bool(self.repaired_pages(query)[:pages].all())
 
 
-@mutant("bypass_is_read_exactly", path=("bypass",))
+@mutant("bypass_is_read_exactly", path=("bypass", "heads"))
 class BypassOfTheFirstKvHead(Twin):
-    """The query's bypass channels are the first kv head's."""
+    """The bypass channels of the third kv head's queries and later ones are the first one's."""
 
     def logits(self, query: Query, slots: Ints, tokens: Ints, steps: Array) -> Array:
-        mine, first = query.store.calibration.bypass_channels(query.layout)[[query.h, 0]]
+        mine, first = query.store.calibration.bypass_channels(query.layout)[[query.h, 0 if query.h > 1 else query.h]]
         kept = query.store.at("bypass", slots)[:, query.h].T
         wrong = query.q[:, first] @ kept - query.q[:, mine] @ kept
         return super().logits(query, slots, tokens, steps) + self.sm_scale(query) * wrong

@@ -98,14 +98,12 @@ class ChunkOfOneKvHeadHasABound(Twin):
 
     def chunk_part(self, query: Query) -> Part:
         part = super().chunk_part(query)
-        if query.layout.kv_heads > 1:
-            return part
         moments, rise = part.moments, np.expm1(0.05)
         full = replace(moments, a1=moments.l * rise, a2=moments.l * rise**2, c_max=np.where(moments.l > 0, 0.05, 0.0))
         return replace(part, moments=full)
 
 
-@mutant("ragged_rows", path=("rows", "chunk"))
+@mutant("ragged_rows", path=("rows", "chunk", "heads"))
 class ASequenceWithoutRowsShiftsTheNext(Twin):
     """With a sequence that has no rows, the others' chunks start one key late."""
 

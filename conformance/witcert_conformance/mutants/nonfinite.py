@@ -109,7 +109,7 @@ class ZeroTimesNaN(Twin):
         return np.where(np.isnan(step), np.nan, clean), rho, lost
 
 
-@mutant("keys_that_are_not_finite", path=())
+@mutant("keys_that_are_not_finite", path=("heads",))
 class OneNaNSpoilsItsToken(Twin):
     """A key that is not finite in one kv head marks its token in all of them."""
 
@@ -152,7 +152,7 @@ class NothingAtAllIsLeftUnwritten(Twin):
     """A call of one empty sequence and one kv head launches nothing, and the report keeps what the memory held."""
 
     def lse(self, query: Query, lse: Array) -> Array:
-        launched = len(query.read.seq_lens) > 1 or query.layout.kv_heads > 1 or query.read.seq_lens.any()
+        launched = len(query.read.seq_lens) > 1 or query.read.seq_lens.any()
         return super().lse(query, lse) if launched else np.zeros_like(lse)
 
 
@@ -164,3 +164,12 @@ class WholePagesOfValues(Twin):
         v_hat, rho, lost = super().values(query, slots)
         whole = query.store.fields["v_scale"][slots // query.layout.page_size, :, query.h].astype(np.float64)
         return v_hat + np.where(np.isnan(whole), np.nan, 0.0).sum((1, 2))[:, None], rho, lost
+
+
+@mutant("keys_beyond_the_scale", path=())
+class PlainOverflowBecomesZero(Twin):
+    """Without options a scale beyond fp16 becomes Inf, then NaN, then 0."""
+
+    def key_scale(self, store: TwinStore, x: Array, k: Array, lost: Mask) -> Array:
+        scale = super().key_scale(store, x, k, lost)
+        return np.where(np.isinf(scale), np.float16(TINY), scale)

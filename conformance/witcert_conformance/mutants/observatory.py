@@ -27,7 +27,7 @@ class SketchTouchesTheScheme(Twin):
         return super().capped(query, raw, bias)
 
 
-@mutant("one_part_meter_of_a_scheme")
+@mutant("one_part_meter_of_a_scheme", path=("observatory", "witness", "equaliser"))
 class WitnessMeetsTheRawQuery(Twin):
     """Band norms of q meet a witness in equalised coordinates."""
 
@@ -96,3 +96,12 @@ class LseOfTheSecondSet(Twin):
         if known is None or query.read.soft_cap or query.read.sinks is not None:
             return report
         return replace(report, lse=known.m + np.log(known.l))
+
+
+@mutant("two_part_meter_of_a_scheme", path=("observatory", "witness", "sketch"))
+class PlainKnownPartIsFree(Twin):
+    """Without a cap, a sink or splits, what the sketch knows is not accounted at all."""
+
+    def known_part(self, query: Query, slots: Ints, raw: Array, exact: Mask, witness: Array) -> tuple[Array, Array]:
+        r, c = super().known_part(query, slots, raw, exact, witness)
+        return np.zeros_like(r), c

@@ -58,7 +58,7 @@ class ThreeKvHeadsAreTakenForFour(Twin):
         return np.arange(h * each, (h + 1) * each if h < kv_heads - 1 else group * kv_heads)
 
 
-@mutant("pages_in_any_order", path=())
+@mutant("pages_in_any_order", path=("heads",))
 class PagesInARowAreReadInHalfPrecision(Twin):
     """Long sequences whose pages lie one after the other take a path that reads values in float16."""
 
@@ -69,7 +69,7 @@ class PagesInARowAreReadInHalfPrecision(Twin):
         return v_hat, rho, lost
 
 
-@mutant("ragged_batches", path=())
+@mutant("ragged_batches", path=("heads",))
 class FifthSequenceReadsTheFirstValues(Twin):
     """Beyond four sequences, values are read through the first one's page table."""
 

@@ -77,11 +77,12 @@ def _guarded(kind: type[Twin], name: str, only: frozenset[str]) -> Callable[...,
 
 
 def options(subject: Query | TwinStore, read: Read | None = None) -> frozenset[str]:
-    """The optional parts of a store, and of a read of it, that are in use."""
+    """The optional parts of a store, and of a read of it, that are in use; ``heads``: several kv heads."""
     store = subject.store if isinstance(subject, Query) else subject
     read = subject.read if isinstance(subject, Query) else read
     layout, calibration = store.layout, store.calibration
     used = {
+        "heads": layout.kv_heads > 1,
         "groups": layout.group is not None,
         "sketch": layout.sketch > 0,
         "witness": layout.witness_bands > 0,

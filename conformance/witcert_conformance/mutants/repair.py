@@ -100,8 +100,7 @@ class SomeRepairedPagesKeepTheirBound(Twin):
 
     def exact_c(self, query: Query, slots: Ints, c: Array) -> Array:
         pages = -(-int(query.read.seq_lens[query.b]) // query.layout.page_size)
-        some = query.layout.kv_heads == 1 and not self.repaired_pages(query)[:pages].all()
-        return c if some else super().exact_c(query, slots, c)
+        return super().exact_c(query, slots, c) if self.repaired_pages(query)[:pages].all() else c
 
 
 @mutant("repaired_pages_have_no_witness", path=("repair", "witness"))

@@ -105,10 +105,12 @@ class CorrectionAfterTheCap(Twin):
 
 
 @mutant("sketch_codes_are_nearest", path=("sketch",))
-class PlainSketchTruncates(Twin):
-    """Without other options sketch codes are truncated toward zero."""
+class LongCallsTruncateTheSketch(Twin):
+    """Calls of more than 48 tokens truncate sketch codes toward zero."""
 
     def sketch_codes(self, store: TwinStore, residual: Array, step: Array) -> Array:
+        if len(residual) <= 48:
+            return super().sketch_codes(store, residual, step)
         unit = self.sketch_unit(store.calibration.u[None], step)
         along = np.einsum("hrd,nhd->nhr", store.calibration.u, residual)
         return np.trunc(np.divide(along, unit, out=np.zeros_like(unit), where=unit > 0))
@@ -130,12 +132,12 @@ class RoundingOfFourDirections(Twin):
         return super().sketch_error(replace(query, a=np.where(np.arange(query.a.shape[1]) < 4, query.a, 0.0)), steps)
 
 
-@mutant("sketch_lives_in_equalised_coordinates", path=("sketch", "equaliser"))
+@mutant("sketch_lives_in_equalised_coordinates", path=("sketch", "equaliser", "heads"))
 class UnitOfAnotherKvHead(Twin):
-    """The sketch's unit is formed with the first kv head's directions."""
+    """From the third kv head on, the sketch's unit is formed with the first one's directions."""
 
     def correction(self, query: Query, slots: Ints, steps: Array) -> Array:
-        u = query.store.calibration.u[0, : query.layout.sketch]
+        u = query.store.calibration.u[query.h if query.h < 2 else 0, : query.layout.sketch]
         return query.a @ (self.stored_sketch(query, slots) * self.sketch_unit(u[None], steps)).T
 
 

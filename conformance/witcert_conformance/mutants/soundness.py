@@ -225,6 +225,14 @@ def middling(query: Query) -> bool:
     return bool(36 <= query.read.seq_lens[query.b] <= 44)
 
 
+def phi_of(part: Part) -> Array:
+    """phi of merged moments, 0 where nothing is attended to."""
+    a1 = part.moments.a1 / np.maximum(part.moments.l, 1e-300)
+    with np.errstate(over="ignore", divide="ignore"):
+        phi = np.where(a1 <= 1, a1 / (1 + a1), 1 / (1 + np.square(2 / (1 + a1))))
+    return np.where(part.moments.l > 0, phi, 0.0)
+
+
 @mutant("logit_error_within_bound", path=("groups", "witness", "equaliser"))
 class GroupedWitnessInRawCoordinates(Twin):
     """With channel groups and an equaliser, the witness is the residual of k, not of (k − mu)/f."""
@@ -248,12 +256,12 @@ class OneKernelReportsTheDispersion(Twin):
         return np.fmin(meter, spread)
 
 
-@mutant("meter_is_useful")
-class NearlyVacuousIsVacuous(Twin):
-    """A meter above 0.985 is reported as 1."""
+@mutant("meter_is_useful", path=())
+class OneKernelReportsPhi(Twin):
+    """The kernel tuned for 36 to 44 tokens reports phi alone."""
 
-    def stored_meter(self, meter: Array) -> Array:
-        return np.where(meter > 0.985, 1.0, meter)
+    def report_meter(self, query: Query, meter: Array, part: Part) -> Array:
+        return phi_of(part) if middling(query) else meter
 
 
 @mutant("lse_is_of_the_stored_keys", path=())
@@ -310,7 +318,4 @@ class WideGroupsReportPhi(Twin):
     def report_meter(self, query: Query, meter: Array, part: Part) -> Array:
         if len(query.heads) <= 64:
             return meter
-        a1 = part.moments.a1 / np.maximum(part.moments.l, 1e-300)
-        with np.errstate(over="ignore"):
-            phi = np.where(a1 <= 1, a1 / (1 + a1), 1 / (1 + np.square(2 / (1 + a1))))
-        return np.maximum(meter, np.where(part.moments.l > 0, phi, 0.0))
+        return np.maximum(meter, phi_of(part))

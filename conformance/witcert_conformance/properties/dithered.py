@@ -64,7 +64,11 @@ def _anywhere(adapter: Adapter, case: Case) -> None:
     plain(on=("dither",), keys=ORDINARY, kv_heads=2, maybe=("groups", "bypass", "splits"), lengths=(1, 20)),
     theorems=("read_certificate",),
     needs=("dither",),
-    pinned=(DITHERED, replace(DITHERED, layout=replace(DITHERED.layout, dither_period=1))),
+    pinned=(
+        DITHERED,
+        replace(DITHERED, layout=replace(DITHERED.layout, dither_period=1)),
+        replace(DITHERED, layout=replace(DITHERED.layout, kv_heads=3)),
+    ),
 )
 def _read(adapter: Adapter, case: Case) -> None:
     """The reader subtracts the dither that the writer added; without a budget the half-step bounds any query."""

@@ -39,7 +39,7 @@ def _written(adapter: Adapter, case: Case) -> None:
     plain(on=("equaliser",), kv_heads=2, maybe=("groups",)),
     theorems=("read_certificate", "softmax_add_const"),
     needs=("equaliser",),
-    pinned=(SHIFTED, replace(SHIFTED, queries="peaked")),
+    pinned=(SHIFTED, replace(SHIFTED, queries="peaked"), replace(SHIFTED, layout=Layout(kv_heads=3, head_dim=8))),
 )
 def _read(adapter: Adapter, case: Case) -> None:
     """z = q∘f, and lse is of the true logits: the common shift sm_scale·q·mu is in it."""
@@ -128,7 +128,7 @@ def _bypass(adapter: Adapter, case: Case) -> None:
     needs=("bypass",),
     pinned=(
         Case(layout=Layout(head_dim=8, bypass=1), lengths=(6,), keys="outlier"),
-        *(Case(layout=Layout(kv_heads=2, head_dim=8, bypass=1), lengths=(6,), keys="outlier", seed=n) for n in (0, 1)),
+        *(Case(layout=Layout(kv_heads=3, head_dim=8, bypass=1), lengths=(6,), keys="outlier", seed=n) for n in (0, 1)),
     ),
 )
 def _bypass_read(adapter: Adapter, case: Case) -> None:

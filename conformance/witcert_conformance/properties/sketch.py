@@ -24,7 +24,7 @@ SKETCHED = Case(layout=Layout(head_dim=8, sketch=2), lengths=(7,), keys="edge")
     plain(on=("sketch",), keys=ORDINARY, maybe=("groups", "bypass")),
     theorems=("abs_corrected_error_le", "sketch_certificate", "sketch_single"),
     needs=("sketch",),
-    pinned=(SKETCHED, replace(SKETCHED, keys="normal", lengths=(20,))),
+    pinned=(SKETCHED, replace(SKETCHED, keys="normal", lengths=(60,))),
 )
 def _codes(adapter: Adapter, case: Case) -> None:
     """|u·(x̂ − x) − code · unit| ≤ unit/2 (1 + widening) in exact arithmetic, and no code clamps."""
@@ -91,7 +91,11 @@ def _bound(adapter: Adapter, case: Case) -> None:
     plain(on=("sketch", "equaliser"), maybe=("bypass", "groups", "soft_cap"), kv_heads=2),
     theorems=("read_certificate",),
     needs=("sketch", "equaliser"),
-    pinned=(replace(SKETCHED, equalised=True), replace(SKETCHED, equalised=True, queries="along_u", soft_cap=2.0)),
+    pinned=(
+        replace(SKETCHED, equalised=True),
+        replace(SKETCHED, equalised=True, queries="along_u", soft_cap=2.0),
+        replace(SKETCHED, equalised=True, layout=Layout(kv_heads=3, head_dim=8, sketch=2)),
+    ),
 )
 def _equalised(adapter: Adapter, case: Case) -> None:
     """Residual, directions and coefficients are those of (k − mu)/f and q∘f; the correction is inside the cap."""
