@@ -329,6 +329,7 @@ def _packed_kernel(
     z_row = tl.zeros((BLOCK_M,), tl.float32)
     norm = tl.zeros((BLOCK_N,), tl.float32)
     largest = tl.zeros((BLOCK_N,), tl.float32)
+    UNROLL: tl.constexpr = GROUPS - 1 if GROUPS > 1 and GROUPS <= 8 else 1
     UNIT: tl.constexpr = 2 if PAIRED else 1  # channels of a value that are read as one number
     acc = tl.zeros((BLOCK_M, DVP // UNIT), tl.float32)
     odd = tl.zeros((BLOCK_M, DVP // UNIT if PAIRED else 1), tl.float32)
@@ -368,7 +369,7 @@ def _packed_kernel(
             RADIUS, WP, BLOCK_M, BLOCK_N, DIGITS,
         )  # fmt: skip
         largest = tl.maximum(largest, step)
-        for group in tl.range(1, GROUPS, loop_unroll_factor=GROUPS - 1 if 1 < GROUPS <= 8 else 1):
+        for group in tl.range(1, GROUPS, loop_unroll_factor=UNROLL):
             y_more, c_more, fixed_more, dot_more, square_more, tilt_more, _unused, lost_more = _group(
                 group, digits, high, middle, Digits, Half, Fixed, Dot, Unit, Sketch, RadiusSquare, RadiusBias, KCodes,
                 KScale, SketchCodes, row, row_ok, cell, here, token, base, seed, layer, kv_head, STACK, PERIOD, D,
