@@ -86,6 +86,6 @@ class Bf16Decode:
         )  # fmt: skip
         _merge_kernel[(self.total,)](
             self.acc, self.m, self.l, out, self.total, self.splits, D=shape.dim,
-            SP=triton.next_power_of_2(self.splits), num_warps=1,
+            SP=triton.next_power_of_2(self.splits), num_warps=4,
         )  # fmt: skip
         return out
