@@ -233,7 +233,7 @@ def store_known(Stats, slot, slots, total, row, row_ok, m, l, a1, a2, c_max, er,
 class Read:
     """A decode's arguments, see :func:`witcert_kernels.certified_decode`, and how kernels cut it, from shapes alone.
 
-    q ``[rows, heads, d]`` is contiguous. ``wanted_splits`` below 1: as many as give every multiprocessor two programs.
+    q ``[rows, heads, d]`` is contiguous. ``wanted_splits`` below 1: as many as give every multiprocessor four programs.
     """
 
     q: Tensor
@@ -313,9 +313,9 @@ class Read:
         return max(1, min(wanted, self._blocks, 65535))
 
     def filling(self, device: torch.device) -> int:
-        """Splits that give every multiprocessor two programs, of four tiles at least."""
+        """Splits that give every multiprocessor four programs, as many as its registers hold, of four tiles at least."""
         cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        return max(1, min(2 * cores // max(self.programs * self.kv_heads, 1), triton.cdiv(self._blocks, 4)))
+        return max(1, min(4 * cores // max(self.programs * self.kv_heads, 1), triton.cdiv(self._blocks, 4)))
 
     @property
     def _blocks(self) -> int:
