@@ -313,7 +313,7 @@ class Read:
         return max(1, min(wanted, self._blocks, 65535))
 
     def filling(self, device: torch.device) -> int:
-        """Splits that give every multiprocessor four programs, as many as its registers hold, of four tiles at least."""
+        """Splits that give every multiprocessor the four programs that its registers hold, of four tiles at least."""
         cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         return max(1, min(4 * cores // max(self.programs * self.kv_heads, 1), triton.cdiv(self._blocks, 4)))
 
