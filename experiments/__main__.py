@@ -23,6 +23,7 @@ from experiments import (
     long_text,
     loop,
     memory,
+    pollution,
     quality,
     rescue,
     sources,
@@ -39,7 +40,7 @@ from experiments.result import RESULTS, Result, Table, comparison, number
 
 SYNTHETIC = (counterexample, memory, table5, table7, loop, table14)
 ACTIVATIONS = (figure1, sources, table1, table4, table6, table8, bounds)
-DECODING = (rescue, gate_traffic, quality, long_text, context, adaptive)
+DECODING = (rescue, gate_traffic, quality, long_text, context, pollution, adaptive)
 EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (*SYNTHETIC, *ACTIVATIONS, *DECODING)}
 
 QUICK = Path("build") / "experiments"
