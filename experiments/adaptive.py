@@ -33,16 +33,16 @@ from witcert_kernels.philox import GRID_STEP
 from witcert_ref.radius import delta_local
 
 NAME = "adaptive"
-LENGTH, DITHERS, PERIOD, EVERY = 1024, 1, 64, 8
+LENGTH, DITHERS, PERIOD, EVERY = 1024, 2, 64, 4
 RANKS = (1, 2, 4, 8, 16, 32, 64)
-PREFIX, STEPS, CANDIDATES, REQUESTS = 192, 24, 4, 2
+PREFIX, STEPS, CANDIDATES, REQUESTS = 192, 32, 4, 3
 SEED = 0
 RADIUS_HOLDS = "radius >= error, queries independent of the dither"
 RADIUS_FAILS = "radius >= error, queries chosen after the dither"
 HALF_STEP, WITNESS = "half-step >= error, any query", "witness >= error, any query"
 METER = "meter of the any-query bounds >= true total variation"
 METER_B = "meter of the radius >= true total variation, queries chosen after the dither"
-SHIPPED = "meter of the cache >= true total variation, trajectories chosen for strain"
+SHIPPED = "meter of the cache >= true total variation, all trajectories"
 
 
 def local() -> float:
