@@ -70,7 +70,7 @@ def run(quick: bool = False) -> Result:
                 *over_prompts([(value <= TAU).astype(float) for value in run.watch.of("meter")]),
             ),
         ]
-    perplexity = float(np.exp(-read.log_p.gather(-1, read.ids[:, -steps:, None]).mean()))
+    perplexity = float((-read.log_p.gather(-1, read.ids[:, -steps:, None])).mean().exp())
     return Result(
         NAME,
         "Table 16: teacher-forced quality",
