@@ -189,14 +189,13 @@ def update(matrix: Matrix, progress: Callable[[Matrix, str], None] = lambda matr
 
 
 def broken(matrix: Matrix, progress: Callable[[str, list[str]], None] = lambda name, by: None) -> list[str]:
-    """Planted bugs of which the matrix says what is not so: that one property alone rejects it, or its own does."""
-    wrong = []
+    """Run it all again: bugs that their property lets pass, properties that had a bug of their own and have none."""
+    now = Matrix()
     for name, mutant in mutants().items():
-        kept, now = matrix.rejected_by.get(name, []), row(mutant)
-        progress(name, now)
-        if mutant.killed_by not in now or (len(kept) == 1 and now != kept):
-            wrong.append(name)
-    return wrong
+        now.rejected_by[name] = row(mutant)
+        progress(name, now.rejected_by[name])
+    passing = [name for name, by in now.rejected_by.items() if mutants()[name].killed_by not in by]
+    return passing + [name for name in asked() if matrix.sole(name) and not now.sole(name)]
 
 
 def table(matrix: Matrix) -> str:
