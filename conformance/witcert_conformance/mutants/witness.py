@@ -48,10 +48,10 @@ class BandsMeetTheWrongNorms(Twin):
 
 @mutant("witness_covers_the_residual", path=("witness",))
 class LongCallsRoundTheWitness(Twin):
-    """Calls of more than 32 tokens round the witness byte to nearest."""
+    """Calls of more than 48 tokens round the witness byte to nearest."""
 
     def witness_codes(self, store: TwinStore, residual: Array, step: Array) -> Array:
-        if len(residual) <= 32:
+        if len(residual) <= 48:
             return super().witness_codes(store, residual, step)
         return np.rint(self._band_norms(residual, store.layout) / (self._band_norms(step, store.layout) / 508))
 

@@ -127,12 +127,12 @@ class GroupsMultiplyByTheReciprocal(Twin):
 
 @mutant("scale_covers_amax", path=())
 class PlainScaleIsNotRoundedUp(Twin):
-    """Without options the scale is rounded to the nearest fp16 number."""
+    """Without options a scale is rounded to the nearest fp16 number, but for subnormal ones."""
 
     def key_scale(self, store: TwinStore, x: Array, k: Array, lost: Mask) -> Array:
-        amax = np.abs(x).max(-1, keepdims=True)
+        scale = np.abs(x).max(-1, keepdims=True) / 127
         with np.errstate(over="ignore"):
-            return np.maximum((amax / 127).astype(np.float16), np.float16(TINY))
+            return np.where(scale < 2.0**-14, super().key_scale(store, x, k, lost), scale.astype(np.float16))
 
 
 @mutant("zero_groups_have_a_scale", path=())

@@ -27,7 +27,7 @@ WITNESSED = Case(layout=Layout(head_dim=8, witness_bands=2), lengths=(7,), keys=
     needs=("witness",),
     pinned=(
         WITNESSED,
-        replace(WITNESSED, lengths=(40,), layout=Layout(head_dim=8, witness_bands=4)),
+        replace(WITNESSED, lengths=(60,), layout=Layout(head_dim=8, witness_bands=4)),
         replace(WITNESSED, keys="edge"),
     ),
 )
