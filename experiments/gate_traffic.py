@@ -15,12 +15,12 @@ from experiments.synthetic import TAU
 NAME = "gate_traffic"
 SCHEMES = ("int8", "rtn8", "fp8_raw", "kivi2")
 SAFE, BROKEN = "rtn8", ("fp8_raw", "kivi2")
-TAUS = (0.05, 0.1, 0.2, 1.0, 5.0)
+TAUS = (0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
 def run(quick: bool = False) -> Result:
     """Answer needle prompts behind a gate at every τ."""
-    taus, new_tokens, specs = ((0.2, 1.0, 5.0), 4, needles.SPECS[:1]) if quick else (TAUS, 16, needles.SPECS[:2])
+    taus, new_tokens, specs = ((0.2, 1.0, 5.0), 4, needles.SPECS[:1]) if quick else (TAUS, 16, needles.SPECS[:4])
     answers = needles.ask(specs, product(SCHEMES, taus), new_tokens)
 
     def pages(scheme: str, tau: float) -> np.ndarray:
@@ -76,8 +76,9 @@ def run(quick: bool = False) -> Result:
         ],
         differs=[
             "The paper's gate below 1 looks at the e-form, ours at the meter, which is smaller and never vacuous; from"
-            " 1 on both look at the e-form. The page-ins of kivi2 hardly depend on τ: its e-form exceeds 5 nearly"
-            " everywhere, since the bound of its 2-bit keys is that loose.",
+            " 1 on both look at the e-form. So ours has two scales, and τ = 1 on the second is tighter than 0.5 on the"
+            " first. The page-ins of kivi2 hardly depend on τ: its e-form exceeds 5 nearly everywhere, since the bound"
+            " of its 2-bit keys is that loose.",
             "The paper repairs slots over all layers of a request, ours the pages of the kv heads above τ; its schemes"
             " and its 24 prompts are of a 7B model.",
         ],
@@ -115,12 +116,14 @@ def plot(result: Result) -> Figure:
     rows = result.tables[0].rows
     for scheme in SCHEMES:
         points = np.array([row[1:] for row in rows if row[0] == scheme], float)
-        left.plot(points[:, 0], points[:, 2], "o-", label=scheme)
-        right.plot(points[:, 0], points[:, 6], "o-", label=scheme)
+        for axes, column in ((left, 2), (right, 6)):
+            for side in (points[:, 0] < 1, points[:, 0] >= 1):
+                name = scheme if side[0] else None
+                axes.plot(points[side, 0], points[side, column], "o-", color=f"C{SCHEMES.index(scheme)}", label=name)
     answered = [float(row[5] or 0) for row in rows]
-    figure.suptitle(f"right answers: {min(answered):.0%} or more at every τ", fontsize=10)
+    figure.suptitle(f"right answers: at least {min(answered):.0%} at every τ", fontsize=10)
     for axes in (left, right):
-        axes.set(xscale="log", xlabel="τ (dotted: risk-ranked from here)")
+        axes.set(xscale="log", xlabel="τ, of the meter below 1, of the e-form from 1")
         axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
     left.set_ylabel("pages paged in, %")
     right.set(yscale="log", ylabel="median true TV after the repairs")
