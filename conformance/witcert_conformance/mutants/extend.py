@@ -156,3 +156,14 @@ class PrefillMasksWithTheFirstHeadsBias(Twin):
 
     def bias(self, query: Query, tokens: Ints) -> tuple[Array, Mask]:
         return super().bias(replace(query, heads=query.heads * 0) if query.path == "extend" else query, tokens)
+
+
+@mutant("rows_of_one_option", path=("rows", "dither"))
+class MaskedTokensKeepTheirDither(Twin):
+    """Masked tokens' products are zeroed first and the dither subtracted then: what is left weighs their values."""
+
+    def pool_part(self, query: Query, tokens: Ints) -> Part:
+        part = super().pool_part(query, tokens)
+        left = -query.z @ self.read_xi(query, tokens).T
+        weights = np.where(self.mask(query, tokens), 0.0, left)
+        return replace(part, acc=part.acc + weights @ self.values(query, self.slots(query, tokens))[0])

@@ -141,3 +141,31 @@ PREFILL = Case(
 def _prefill(adapter: Adapter, case: Case) -> None:
     """Several rows a sequence, with or without a chunk of their own, over every combination of what is offered."""
     run(build(adapter, case), checks.everything(adapter.info))
+
+
+def _one_option(info: Info) -> st.SearchStrategy[Case]:
+    offered = [feature for feature in LAYOUT_FEATURES if feature in info.offers]
+    each = (cases(info, on=(f,), maybe=("window",), rows=(2, 4), lengths=(3, 14), kv_heads=2) for f in offered)
+    return st.one_of(*each)
+
+
+@prop(
+    "rows_of_one_option",
+    _one_option,
+    theorems=("read_certificate",),
+    needs=("extend",),
+    pinned=tuple(
+        replace(ROWS, layout=layout, equalised=layout == Layout())
+        for layout in (
+            Layout(dither=True, dither_period=4),
+            Layout(sketch=1),
+            Layout(witness_bands=2),
+            Layout(bypass=1),
+            Layout(group=2),
+            Layout(),
+        )
+    ),
+)
+def _rows_of_one_option(adapter: Adapter, case: Case) -> None:
+    """Several rows of a store with one option and no other: fast paths that a mix of options does not take."""
+    run(build(adapter, case), checks.everything(adapter.info))
