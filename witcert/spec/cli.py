@@ -72,6 +72,7 @@ def check(
     else:
         pinned = lock.PATH.read_text(encoding="utf-8") if lock.PATH.is_file() else ""
         problems += lock.check(pinned, lock.build(load(), claimed, ROOT))
+        problems += [f"{name}: linked to kernels or properties, but does not exist" for name in links.unknown()]
     for problem in problems:
         typer.echo(problem, err=True)
     if problems:

@@ -116,6 +116,13 @@ def rows() -> tuple[Row, ...]:
     )
 
 
+def unknown() -> list[str]:
+    """Names that kernels, properties and the tables of reasons cite, and that are not a statement."""
+    spec = load()
+    cited = {*KERNELS, *PROOF_ONLY, *REFERENCE_ONLY, *properties()}
+    return sorted(cited - spec.theorems.keys() - spec.pending.keys())
+
+
 def defined(qualified: str, root: Path) -> bool:
     """Whether a module, or a function or class in it, or a method, is there in the sources below `root`."""
     parts = qualified.split(".")
