@@ -22,6 +22,10 @@ OPTIONAL: dict[str, frozenset[str]] = {
 """Groups that a shipped implementation may leave out; the properties of all others are required of it."""
 
 
+ALWAYS = frozenset({"ref", "torch-cpu"})
+"""Shipped implementations that every machine can run: one that does not load is broken."""
+
+
 def available(names: Sequence[str] = SHIPPED) -> tuple[dict[str, Adapter], dict[str, str]]:
     """``(adapters that load, why the others do not)``, by name."""
     found, missing = {}, {}
@@ -52,7 +56,7 @@ def release_check(
         write: takes the lines of output.
 
     Returns:
-        0 if every property that was asked passed for every implementation, else 1.
+        0 if every property that was asked passed for every implementation and each of ``ALWAYS`` loads, else 1.
     """
     unsure: list[str] = []
     if implementations is None and profile == "release":
@@ -67,7 +71,7 @@ def release_check(
     for name, reason in missing.items():
         write(f"{name}: not run, {reason}")
     runs: list[Run] = []
-    lacking: list[str] = []
+    lacking = sorted(ALWAYS & missing.keys())
     for name, adapter in found.items():
         info = adapter.info
         write(f"{name}: {info.name} {info.version} on {info.device}")

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +25,10 @@ SCALES = {"quick": 0.25, "mutants": 0.4, "ci": 1.0, "release": 5.0}
 
 SLOW = 0.1
 """What remains of the examples for an implementation that calls itself slow."""
+
+
+TRIES = 200
+"""Smaller cases that are tried for a reproduction."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,8 @@ def run_property(
         try:
             test()
         except Exception as error:
+            if shrink:
+                trial.case, error = smallest(prop, adapter, trial.case, error)
             found: Verdict = "failed" if isinstance(error, AssertionError) else "error"
             text = str(error) if found == "failed" else "".join(traceback.format_exception(error))[-3000:]
             return Outcome(
@@ -144,6 +150,48 @@ def run_property(
                 reproduction(prop.name, name, trial.case),
             )
     return Outcome(prop.name, "passed", trial.runs, time.perf_counter() - start)
+
+
+def smallest(prop: Property, adapter: Adapter, case: Any, error: Exception) -> tuple[Any, Exception]:
+    """A case that fails the same way with as little as possible in it, and its failure.
+
+    Hypothesis shrinks what it draws, never a pinned case.
+    """
+    tries = TRIES
+    smaller = _smaller(adapter.info, case)
+    while tries and (one := next(smaller, None)) is not None:
+        tries -= 1
+        try:
+            with np.errstate(all="ignore"):
+                prop.check(adapter, one)
+        except Exception as again:
+            if type(again) is type(error):
+                case, error, smaller = one, again, _smaller(adapter.info, one)
+    return case, error
+
+
+def _smaller(info: Info, case: Any) -> Iterator[Any]:
+    """The case with one thing less, in dimensions that the implementation has."""
+    for one in (adapted(info, less) for less in _less(case)):
+        if len(repr(one)) < len(repr(case)):
+            yield one
+
+
+def _less(case: Any) -> Iterator[Any]:
+    """A field at its default, or one sequence less."""
+    if not is_dataclass(case) or isinstance(case, type):
+        return
+    for f in fields(case):
+        value = getattr(case, f.name)
+        if is_dataclass(value):
+            yield from (replace(case, **{f.name: less}) for less in _less(value))
+        if f.default is not MISSING and value != f.default:
+            yield replace(case, **{f.name: f.default})
+    lists = {f.name: x for f in fields(case) if isinstance(x := getattr(case, f.name), tuple)}
+    for n in {len(x) for x in lists.values() if len(x) > 1}:
+        for i in range(n):
+            shorter = {name: x[:i] + x[i + 1 :] for name, x in lists.items() if len(x) == n}
+            yield replace(case, **shorter)
 
 
 def sample(prop: Property, adapter: Adapter, *, profile: str = "ci", root_seed: int = 0) -> list[Any]:

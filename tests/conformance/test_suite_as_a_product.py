@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from witcert_conformance import CAPABILITIES, Case, Info, Layout, load, release, release_check
+from witcert_conformance.adapters import OURS
 from witcert_conformance.mutants import mutants
 from witcert_conformance.registry import properties
 from witcert_conformance.runner import run_property
@@ -102,6 +103,17 @@ def test_a_minimal_case_is_small() -> None:
     assert len(outcome.reproduction) < 300
 
 
+def test_a_pinned_case_is_made_small_too() -> None:
+    """Hypothesis does not shrink the cases that are given to it."""
+    mutant = mutants()["split_reads_the_first_unit"]
+    prop = properties()[mutant.killed_by]
+    given = run_property(prop, mutant.kind(), mutant.target, profile="quick", shrink=False).reproduction
+    small = run_property(prop, mutant.kind(), mutant.target, profile="quick").reproduction
+    assert "sinks" in given and "sinks" not in small and "sketch" in small and "group" in small
+    with pytest.raises(AssertionError):
+        exec(small, {})
+
+
 def test_release_check_fails_unless_everything_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     lines: list[str] = []
@@ -111,6 +123,16 @@ def test_release_check_fails_unless_everything_passed(tmp_path: Path, monkeypatc
     assert release_check([mutants()["clips_at126"].target], profile="quick", write=lines.append) == 1
     assert lines[-1] == "conformance: FAILED"
     assert release_check([EXAMPLE, "no.such.module:Adapter"], profile="quick", write=lines.append) == 1
+
+
+def test_a_shipped_implementation_that_does_not_load_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(release, "SHIPPED", (EXAMPLE, "torch-cpu"))
+    monkeypatch.setitem(OURS, "torch-cpu", "no.such.module:Adapter")
+    monkeypatch.setattr(release.kills, "broken", lambda matrix, progress: [])
+    lines: list[str] = []
+    assert release_check(profile="quick", write=lines.append) == 1
+    assert any(line.startswith("torch-cpu: not run") for line in lines) and lines[-1] == "conformance: FAILED"
 
 
 def test_a_shipped_implementation_cannot_drop_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
