@@ -247,7 +247,7 @@ def run(quick: bool = False) -> Result:
             "model": model.name(),
             "head_dim": head_dim,
             "texts": ", ".join(text.name for text in texts),
-            "dithers": f"{DITHERS} of each text, a vector for 64 tokens",
+            "dithers": f"{DITHERS} of each text, a vector for 64 tokens; a trajectory's is drawn anew",
             "delta_local": f"{DELTA} over the model's layers, query heads and positions: {local():.3g}",
             "trajectories": f"{requests} of {steps} steps after {prefix} tokens, {CANDIDATES} likeliest tokens a step",
             "store": "int8_dither, a scale a token, no calibration",

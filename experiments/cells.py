@@ -85,12 +85,12 @@ class Account:
             self._parts.setdefault((store, name), {}).setdefault(prompt, []).append(np.asarray(value, dtype=np.float64))
 
     def check(self, claim: str, bounds: Iterable[Array], truths: Iterable[Array]) -> None:
-        """Count cells where a bound is below a truth, tolerance 0."""
+        """Count cells where a bound is not at least a truth (a NaN is not), tolerance 0."""
         found = self._counts.setdefault(claim, [0, 0])
         kept = list(truths)
         for bound in bounds:
             for truth in kept:
-                found[0] += int((bound < truth).sum())
+                found[0] += int((~(bound >= truth)).sum())
                 found[1] += truth.size
 
     def violations(self) -> list[Violations]:

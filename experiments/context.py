@@ -37,7 +37,7 @@ def run(quick: bool = False) -> Result:
                     "eform": np.array([cell.eform for cell in cells]),
                     "true": np.array([np.nan if cell.true_tv is None else cell.true_tv for cell in cells]),
                 }
-                broken += int((values["meter"] < values["true"]).sum())
+                broken += int((~(values["meter"] >= values["true"])).sum())
                 checks += len(cells)
                 for name, value in values.items():
                     found.setdefault((store, length, name), []).append(value)

@@ -73,7 +73,7 @@ class Watch:
     def violations(self) -> tuple[int, int]:
         """(cells whose meter is below the truth, cells)."""
         pairs = list(zip(self.of("meter"), self.of("true"), strict=True))
-        return sum(int((meter < true).sum()) for meter, true in pairs), sum(len(meter) for meter, _ in pairs)
+        return sum(int((~(meter >= true)).sum()) for meter, true in pairs), sum(len(meter) for meter, _ in pairs)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ DIFFERS: tuple[str, ...] = (
     " those that it quotes numbers of. Two of its numbers are words there: 10^1.5 is where its 8-bit schemes"
     " “concentrate”, and an area of 0.5 that sign1 “tracks the diagonal”.",
     "Proposition 1 gains as little here: at 8 bits the two-sided form is never the smaller one; token by token it"
-    " adds a point of coverage. At 1 and 2 bits it is smaller by orders of magnitude, yet above 1.",
+    " adds a point of coverage. For rtn2 and sign1 it is smaller by orders of magnitude, yet above 1. Of which form"
+    " its 10^266 is the largest, the paper does not say.",
 )
 
 

@@ -77,7 +77,7 @@ class Answers:
     def violations(self) -> tuple[int, int]:
         """(cells whose meter is below the truth, cells)."""
         pairs = [(a.of("meter"), a.of("true_tv")) for group in self._found.values() for a in group]
-        return sum(int((meter < true).sum()) for meter, true in pairs), sum(len(meter) for meter, _ in pairs)
+        return sum(int((~(meter >= true)).sum()) for meter, true in pairs), sum(len(meter) for meter, _ in pairs)
 
     def over(self) -> tuple[int, int]:
         """(cells above τ behind a certified gate, cells)."""

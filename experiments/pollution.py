@@ -121,7 +121,7 @@ def run(quick: bool = False) -> Result:
         rows=[
             Row("single layers that lose an answer (paper: of 28)", 0, len(lost)),
             Row("all layers: right", 0.958, *coverage(right[every])),
-            Row("no layer: right", 1.0, *coverage(right[none])),
+            Row("no layer: right", None, *coverage(right[none])),
             Row("all layers: KL, nats", None, *over_prompts(kl[every])),
             Row("one layer: KL, mean over layers", None, *over_prompts(np.mean([kl[name] for name in alone], axis=0))),
             Row("one layer: KL, the worst layer", None, max(output)),

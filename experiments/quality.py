@@ -86,6 +86,7 @@ def run(quick: bool = False) -> Result:
             "m": f"pairs of {PAPER_PAIRS} in the paper, the same share of {pairs} here; dithered int8, a scale a token,"
             " the pairs fitted on another text, no equaliser and no sketch",
             "calibration": "the shipped one for the schemes of the second table",
+            "dither": "of int8_dither, drawn anew by every cache",
         },
         unit="text, of which each step is compared",
         samples=len(texts),

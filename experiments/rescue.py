@@ -36,19 +36,19 @@ def run(quick: bool = False) -> Result:
         for share, answered, was in zip(within(scheme, "meter"), answers.right(scheme), baseline, strict=True):
             if was and share.mean() >= SAFE:
                 missed, checked = missed + (not answered), checked + 1
-    rows = [Row("uncompressed: right", 1.0, *coverage(baseline))]
-    for scheme, right, covered in (
-        ("kivi2", 23 / 24, 5e-5),
-        ("fp8_raw", None, 0.019),
-        ("rtn8", None, 0.207),
-        ("kvquant4", None, 0.00066),
+    rows = [Row("uncompressed: right", None, *coverage(baseline))]
+    for scheme, right, covered, gated, loose in (
+        ("kivi2", 23 / 24, 5e-5, 1.0, None),
+        ("fp8_raw", None, 0.019, 1.0, 1.0),
+        ("rtn8", None, 0.207, 1.0, 1.0),
+        ("kvquant4", 1.0, 0.00066, None, None),
     ):
         rows += [
             Row(f"{scheme}: right", right, *coverage(answers.right(scheme))),
             Row(f"{scheme}: coverage by the e-form", covered, *over_prompts(within(scheme, "eform"))),
             Row(f"{scheme}: coverage by the meter", None, *over_prompts(within(scheme, "meter"))),
-            Row(f"{scheme}, gate at τ = {TAU}: right", 1.0, *coverage(answers.right(scheme, TAU))),
-            Row(f"{scheme}, gate at τ = {LOOSE:g}: right", 1.0, *coverage(answers.right(scheme, LOOSE))),
+            Row(f"{scheme}, gate at τ = {TAU}: right", gated, *coverage(answers.right(scheme, TAU))),
+            Row(f"{scheme}, gate at τ = {LOOSE:g}: right", loose, *coverage(answers.right(scheme, LOOSE))),
         ]
     rows += [
         Row("kivi2: cells with true TV > 0.2", 0.219, *over_prompts(danger)),
@@ -56,7 +56,7 @@ def run(quick: bool = False) -> Result:
         Row(f"answers where coverage is at least {SAFE}", None, checked),
     ]
     broken, cells = answers.violations()
-    above, gated = answers.over()
+    above, behind = answers.over()
     return Result(
         NAME,
         "Figures 3, 4 and 6: what the meter says of a needle, and what the gate rescues",
@@ -69,6 +69,7 @@ def run(quick: bool = False) -> Result:
             "tau_of_coverage": TAU,
             "gates": f"τ = {TAU} (certified), {LOOSE:g} (risk-ranked)",
             "calibration": "the shipped one, fitted on another text",
+            "dither": "of int8_dither, drawn anew by every request",
         },
         unit="prompt under each scheme and gate",
         samples=len(specs),
@@ -76,7 +77,7 @@ def run(quick: bool = False) -> Result:
         rows=rows,
         violations=[
             Violations("meter >= true total variation", broken, cells),
-            Violations("meter within τ behind a gate with τ < 1", above, gated),
+            Violations("meter within τ behind a gate with τ < 1", above, behind),
         ],
         differs=[
             "The paper's prompts are longer and its model is a 7B one, which a raw cast to FP8 breaks; this one it does"

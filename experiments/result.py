@@ -70,7 +70,7 @@ class Result:
 
 def versions() -> dict[str, str]:
     """Versions of what computes."""
-    packages = ("numpy", "scipy", "torch", "witcert")
+    packages = ("numpy", "scipy", "torch", "transformers", "witcert")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 

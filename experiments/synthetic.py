@@ -101,7 +101,7 @@ def unsound(values: dict[str, Array], tv: Array) -> tuple[int, int]:
     """(violations, checks) of the `BOUNDS` in values, [n] each, against the true total variation and `attained`."""
     true = [tv] + [value for name, value in values.items() if name == "attained"]
     claims = [value for name, value in values.items() if name != "attained"]
-    return sum(int((claim < t).sum()) for claim in claims for t in true), len(claims) * len(true) * tv.size
+    return sum(int((~(claim >= t)).sum()) for claim in claims for t in true), len(claims) * len(true) * tv.size
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Cells:
 
     def outside(self) -> NDArray[np.bool_]:
         """Where a logit erred by more than its bound: [n]."""
-        return np.asarray((np.abs(self.eps) > self.c).any(-1))
+        return np.asarray((~(np.abs(self.eps) <= self.c)).any(-1))
 
 
 def attend(q: Array, k: Array, store: Store, c: Array) -> Cells:

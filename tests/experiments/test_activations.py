@@ -106,7 +106,8 @@ def test_an_unsound_bound_is_counted() -> None:
     account, true = Account(), np.array([0.049834])
     account.check("sound", [reference.meter(p, c), reference.eform(p, c)], [true])
     account.check("unsound", [reference.dispersion_unsound(p, c)], [true])
-    assert [(entry.count, entry.checks) for entry in account.violations()] == [(0, 2), (1, 1)]
+    account.check("undefined", [np.array([np.nan])], [true])
+    assert [(entry.count, entry.checks) for entry in account.violations()] == [(0, 2), (1, 1), (1, 1)]
 
 
 def read(captured: Captured, layout: Layout, calibration: Calibration | None) -> dict[str, np.ndarray]:
