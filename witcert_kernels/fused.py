@@ -463,6 +463,7 @@ def decode(
     page_table: Tensor,
     seq_lens: Tensor,
     qo_indptr: Tensor | None,
+    exact_pages: Tensor | None,
     otherwise: Callable[[], tuple[Tensor, ...]],
     *,
     causal: bool,
@@ -471,16 +472,20 @@ def decode(
     delta_local: float,
     want_shares: bool,
 ) -> tuple[Tensor, ...]:
-    """What :func:`witcert_kernels.reader.decode` returns for a plain call.
+    """What :func:`witcert_kernels.reader.decode` returns for a call without chunk, sinks, bias or soft cap.
 
-    ``otherwise`` is that call: for a store with channel groups, for many rows, and for rows (nothing else changes) with
-    something that is not finite.
+    ``otherwise`` is that call. It is taken for a store with channel groups; for sequences that have many rows or exact
+    pages; and for rows with something that is not finite. What the other sequences and rows report never depends on it.
     """
     rows, heads, d = q.shape
     lengths = seq_lens.tolist()
     bounds = list(range(rows + 1)) if qo_indptr is None else qo_indptr.tolist()
-    most = max((b - a for a, b in pairwise(bounds)), default=0)
-    if reader.groups > 1 or reader.groups_v > 1 or most * heads > MAX_ROWS * reader.kv_heads:
+    most = MAX_ROWS * reader.kv_heads // heads
+    left_out = [b - a > most for a, b in pairwise(bounds)]
+    if exact_pages is not None:
+        exact = (exact_pages >= 0).flatten(1).any(1).tolist()
+        left_out = [many or repaired for many, repaired in zip(left_out, exact, strict=True)]
+    if reader.groups > 1 or reader.groups_v > 1 or all(left_out):
         return otherwise()
     t, page_size, kv_heads = reader.t, reader.page_size, reader.kv_heads
     stored = [
@@ -505,6 +510,9 @@ def decode(
     capacity, pages = page_table.shape[1] * page_size, len(t["k_codes"])
     for b, length in enumerate(lengths):
         mine = slice(bounds[b], bounds[b + 1])
+        if left_out[b]:
+            unread[mine] = True
+            continue
         position = np.arange(length - mine.stop + mine.start, length)
         high = np.clip(position + 1, 0, length) if causal else np.full(len(position), length)
         low = np.clip(position - window_left, 0, high) if window_left >= 0 else np.zeros_like(high)

@@ -211,12 +211,12 @@ def _decode_packed(
             return reader.decode(common[0], packed, *common[1:], **options)
 
     plain = k_new is None and sinks is None and bias is None and cap == 0 and splits <= 1
-    if not plain or not use_numba(q.device) or (exact_pages is not None and bool((exact_pages >= 0).any())):
+    if not plain or not use_numba(q.device):
         return _counted(read(), telemetry, layer)
     from . import fused
 
     outputs = fused.decode(
-        q, packed, page_table, seq_lens, qo_indptr, read,
+        q, packed, page_table, seq_lens, qo_indptr, exact_pages, read,
         causal=causal, sm_scale=sm_scale, window_left=window_left, delta_local=delta_local, want_shares=want_shares,
     )  # fmt: skip
     return _counted(outputs, telemetry, layer)
@@ -472,8 +472,22 @@ def certified_decode(
             count, return_shares, workspace, counters, pool.layer,
         )  # fmt: skip
     out, lse, meter, eform, risk, value_error, compressed, shares = outputs
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_new, v_new)):
+        out, lse = _WithoutGradient.apply(out, lse, q, k_new, v_new)
     guarantee: Guarantee = "fixed_trajectory" if radius else "any_query"
     return out, lse, Certificate(meter, eform, risk, value_error, compressed, shares, guarantee)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Lets outputs depend on inputs that require a gradient, so that a backward pass fails instead of missing them."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        return out.clone(), lse.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("certified_decode: got a backward pass, wants none: it has no autograd formula")
 
 
 def _check_decode(

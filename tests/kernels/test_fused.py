@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from witcert_kernels import Budget, StoreLayout, certified_decode, fused, quantize_, reader, rounding
+from witcert_kernels import Budget, ExactPages, StoreLayout, certified_decode, fused, quantize_, reader, rounding
 from witcert_ref import bounds
 
 from .oracle import Case, exact_logits, make_case, softmax, stored_logits
@@ -108,6 +108,27 @@ def test_only_rows_that_are_not_finite_are_left_to_the_reader(monkeypatch: pytes
     assert bool((found[2].meter[0, 2:] == 1).all())
 
 
+@pytest.mark.parametrize("other", ["exact pages", "many rows"])
+def test_a_sequence_for_the_reader_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    case = make_case(6, StoreLayout(1, 64, 64, page_size=16, sketch=1), [60, 60], heads=2)
+    rows = 20 if other == "many rows" else 1
+    q, more = query(case, rows + 1), {}
+    if other == "exact pages":
+        table = torch.full((2, 1, case.page_table.shape[1]), -1, dtype=torch.int32)
+        table[0, 0, 1], more = 0, {"exact_pages": table}
+        case.pool.exact = ExactPages(case.pool.layout, 1)
+    alone = certified_decode(q[rows:], case.pool, case.page_table[1:], case.seq_lens[1:], return_shares=True)
+    indptr = torch.tensor([0, rows, rows + 1], dtype=torch.int32)
+    arguments = (q, case.pool, case.page_table, case.seq_lens, indptr)
+    both = certified_decode(*arguments, return_shares=True, **more)
+    assert torch.equal(both[0][rows:], alone[0]) and torch.equal(both[1][rows:], alone[1])
+    assert torch.equal(both[2].meter[rows:], alone[2].meter) and torch.equal(both[2].shares[1:], alone[2].shares)
+    monkeypatch.setenv("WITCERT_BACKEND", "torch")
+    left = certified_decode(*arguments, return_shares=True, **more)
+    assert torch.equal(both[0][:rows], left[0][:rows]) and torch.equal(both[2].meter[:rows], left[2].meter[:rows])
+    assert torch.equal(both[2].shares[0], left[2].shares[0])
+
+
 def test_a_value_that_is_not_finite_reaches_only_the_value_error() -> None:
     case = make_case(6, StoreLayout(2, 64, 64, page_size=16, sketch=1), [60, 60], heads=4)
     arguments = (query(case, 2), case.pool, case.page_table, case.seq_lens)
@@ -158,6 +179,9 @@ def test_a_query_that_requires_a_gradient(monkeypatch: pytest.MonkeyPatch, backe
     assert not any(getattr(case.pool, name).requires_grad for name in case.pool.page_tensors)
     got = certified_decode(q.clone().requires_grad_(), case.pool, case.page_table, case.seq_lens)
     assert torch.equal(got[0], wanted[0]) and torch.equal(got[2].meter, wanted[2].meter)
+    for output in got[:2]:
+        with pytest.raises(RuntimeError, match="autograd"):
+            output.sum().backward(retain_graph=True)
 
 
 def test_a_traced_call_reads_no_page_that_is_not_there() -> None:
