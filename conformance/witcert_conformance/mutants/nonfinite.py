@@ -109,6 +109,17 @@ class ZeroTimesNaN(Twin):
         return np.where(np.isnan(step), np.nan, clean), rho, lost
 
 
+@mutant("keys_that_are_not_finite")
+class LostBypassIsNotSeen(Twin):
+    """A key that is not finite on a bypass channel alone is stored as zeros there, without a flag."""
+
+    def equalise(self, store: TwinStore, k: Array) -> tuple[Array, Mask]:
+        return super().equalise(store, np.where(self._bypassed(store), 0.0, k))
+
+    def kept(self, store: TwinStore, k: Array) -> Array:
+        return np.nan_to_num(super().kept(store, k), posinf=0, neginf=0)
+
+
 @mutant("keys_that_are_not_finite", path=("heads",))
 class OneNaNSpoilsItsToken(Twin):
     """A key that is not finite in one kv head marks its token in all of them."""

@@ -87,6 +87,14 @@ class FloatWitnessRoundsToNearest(Twin):
         return norm.astype(np.float16)
 
 
+@mutant("observatory_writer")
+class WitnessSaturates(Twin):
+    """A norm beyond fp16 is stored as its largest number."""
+
+    def round_norm(self, norm: Array) -> Array:
+        return np.minimum(super().round_norm(norm), np.float16(65504))
+
+
 @mutant("reconstructions_are_read_untouched")
 class LseOfTheSecondSet(Twin):
     """Without a cap or a sink, lse is that of the corrected logits, which only the meter may use."""

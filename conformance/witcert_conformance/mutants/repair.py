@@ -85,6 +85,23 @@ class GateTakesTheDropForExact(Twin):
         return replace(first, meter=np.minimum(first.meter, last.meter))
 
 
+@mutant("gate_leaves_no_head_over")
+class GateOnThePapersScale(Twin):
+    """A threshold below 1 too is compared with ½ (A² − 1), and pages are repaired that the meter clears."""
+
+    def over(self, decoded: Decoded, tau: float) -> Mask:
+        assert decoded.risk is not None
+        return decoded.risk > np.log1p(2 * tau) / 2
+
+
+@mutant("gate_ranks_by_risk_from_one_on")
+class GateLooksAtTheMeterAlone(Twin):
+    """A threshold of 1 and more is compared with the meter, which is never above it."""
+
+    def over(self, decoded: Decoded, tau: float) -> Mask:
+        return decoded.meter > tau
+
+
 @mutant("a_page_is_paged_in_once")
 class PagesInTwice(Twin):
     """Keys and values of a page are fetched in two page-ins."""

@@ -47,7 +47,11 @@ def others_unchanged(case: Case, before: checks.Decoded, after: checks.Decoded, 
     "keys_that_are_not_finite",
     plain(keys=KINDS, batch=(2, 3), kv_heads=2),
     theorems=("tv_le_of_forall",),
-    pinned=(TWO, replace(TWO, seed=1), replace(TWO, seed=2)),
+    pinned=(
+        TWO,
+        *(replace(TWO, seed=s) for s in (1, 2)),
+        *(replace(TWO, layout=Layout(head_dim=8, bypass=2), seed=s) for s in range(4)),
+    ),
 )
 def _keys(adapter: Adapter, case: Case) -> None:
     """NaN or Inf in a key: meter 1 for rows that attend to it, finite output, and no other bit changes."""

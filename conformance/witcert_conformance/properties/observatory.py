@@ -30,7 +30,7 @@ class View:
     """Recipe of an observatory: a scheme's damage, and a read.
 
     scheme: ``coarse`` rounds to few levels, ``aligned`` errs along the first direction only, ``shifted`` errs alike on
-    every token, ``zeroed`` forgets channels, ``spiky`` hits some tokens hard.
+    every token, ``zeroed`` forgets channels, ``spiky`` hits some tokens hard. factor: of the equaliser's f.
     """
 
     layout: Layout = SEEN_LAYOUT
@@ -43,6 +43,7 @@ class View:
     sinks: bool = False
     splits: int | None = None
     scale: float = 1.0
+    factor: float = 1.0
     along: bool = False
     seed: int = 0
 
@@ -75,7 +76,7 @@ def look(adapter: Adapter, view: View) -> Seen:
     k = arrays.round_to(rng.normal(size=(total, layout.kv_heads, layout.head_dim)), layout.dtype)
     v = arrays.round_to(rng.normal(size=(total, layout.kv_heads, layout.head_dim_v)), layout.dtype)
     calibrated = calibration(layout, rng, equalised=view.equalised, keys=k)
-    calibrated = replace(calibrated, mu=np.zeros_like(calibrated.mu))
+    calibrated = replace(calibrated, mu=np.zeros_like(calibrated.mu), f=calibrated.f * view.factor)
     u = calibrated.u[:, 0] if layout.sketch else np.ones_like(calibrated.f)
     error = {
         "coarse": lambda: np.round(k / view.damage) * view.damage - k,
@@ -217,7 +218,14 @@ def read_is_untouched(seen: Seen, decoded: Decoded) -> None:
 
 
 def covers(seen: Seen, decoded: Decoded) -> None:
-    """The meter covers what happened, and the worst x that both bounds allow."""
+    """The meter covers what happened, and the worst x that both bounds allow; 1 where a witness overflowed."""
+    page, offset = np.divmod(seen.slots, seen.view.layout.page_size)
+    lost = ~finite(seen.observed.witness[page, offset])  # [tokens, kv_heads]
+    end = np.cumsum(seen.view.lengths)
+    for b, head in np.ndindex(decoded.meter.shape):
+        got_b = decoded.meter[b, head]
+        unknown = lost[end[b] - seen.view.lengths[b] : end[b], head // seen.view.group_heads].any()
+        require(not unknown or got_b == 1, f"meter: got {got_b!r} at row {b}, head {head}, wants 1: a c is infinite")
     for cell in cells(seen):
         got = MP.mpf(float(decoded.meter[cell.b, cell.head]))
         where = f"row {cell.b}, head {cell.head}"
@@ -272,6 +280,8 @@ def _views(
 
 
 ALONG = View(scheme="aligned", along=True, damage=0.3)
+OVERFLOWN = View(scheme="spiky", damage=1.0, equalised=True, factor=2.0**-12)
+"""Residuals whose norm no float16 holds, in equalised coordinates."""
 UNSKETCHED = View(layout=Layout(head_dim=8, witness_bands=2))
 PINNED = (
     View(),
@@ -301,7 +311,7 @@ def _untouched(adapter: Adapter, case: View) -> None:
     _views(False),
     theorems=("tierA_certificate", "abs_logit_error_le"),
     needs=("observatory",),
-    pinned=(UNSKETCHED, replace(UNSKETCHED, equalised=True, damage=0.3)),
+    pinned=(UNSKETCHED, replace(UNSKETCHED, equalised=True, damage=0.3), replace(OVERFLOWN, layout=UNSKETCHED.layout)),
     examples=15,
 )
 def _one(adapter: Adapter, case: View) -> None:
@@ -374,7 +384,7 @@ def _merge(adapter: Adapter, case: View) -> None:
     _views(True),
     theorems=("abs_logit_error_le", "abs_corrected_error_le"),
     needs=("observatory",),
-    pinned=(*PINNED, View(scheme="spiky")),
+    pinned=(*PINNED, View(scheme="spiky"), OVERFLOWN),
     examples=15,
 )
 def _writer(adapter: Adapter, case: View) -> None:

@@ -150,6 +150,33 @@ def _gate(adapter: Adapter, case: Case) -> None:
 
 
 @prop(
+    "gate_ranks_by_risk_from_one_on",
+    plain(kv_heads=2, group_heads=(1, 3), lengths=(4, 14), queries=("after", "one_head"), scales=(2.0, 8.0)),
+    theorems=("any_of_group", "tv_tilt_le_eform"),
+    needs=("gate", "repair", "risk"),
+    pinned=(GATED, replace(GATED, scale=8.0), replace(GATED, queries="one_head", scale=8.0)),
+)
+def _ranked(adapter: Adapter, case: Case) -> None:
+    """A threshold of 1 and more is on the paper's scale ½ (A² − 1), which the meter never reaches: risk is compared."""
+    before = build(adapter, case).decode().risk
+    assert before is not None
+    seen = np.unique(before[np.isfinite(before) & (before > np.log(3) / 2)])
+    level = float(seen[len(seen) // 2] + seen[len(seen) // 2 - 1]) / 2 if len(seen) > 1 else 1.0
+    _, result = gated(adapter, case, float(np.expm1(2 * level) / 2))
+    after = result.decoded.risk
+    assert after is not None
+    for b, h in np.ndindex(len(case.lengths), case.layout.kv_heads):
+        heads = slice(h * case.group_heads, (h + 1) * case.group_heads)
+        everything = result.repaired[b, h, : -(-case.lengths[b] // case.layout.page_size)].all()
+        require(
+            everything or not (after[b, heads] > level).any(),
+            f"gate: sequence {b}, kv head {h} has risk {after[b, heads].tolist()} over {level} and has pages left",
+        )
+        touched = result.repaired[b, h].any()
+        require(touched == (before[b, heads] > level).any(), f"gate: sequence {b}, kv head {h}: repaired {touched}")
+
+
+@prop(
     "a_page_is_paged_in_once",
     plain(kv_heads=2, lengths=(6, 14), queries=("after",), keys=("normal", "massive")),
     theorems=("tv_tilt_le_meter_of_repaired",),
