@@ -23,7 +23,7 @@ from witcert_kernels import (
     StoreLayout,
     Telemetry,
 )
-from witcert_kernels.checks import check_range, check_tensor
+from witcert_kernels.checks import check_integer, check_range, check_tensor
 from witcert_kernels.layout import MODEL_DTYPES
 
 from . import schemes
@@ -178,6 +178,8 @@ class WitCertCache(Cache):
         backing: keep exact keys and values too (16 or 32 bits); by default only for the gate.
         history: most cells that the report lists.
         telemetry: counters on the model's device, of any number of caches, that this one's cells are added to.
+        seed: 64-bit key of the dither, for repeatable experiments; by default each request draws its own. Tier B holds
+            only for queries that do not depend on the key, so a public constant voids it against whoever knows it.
         layout: options of :class:`StoreLayout` or :class:`ObservatoryLayout`, such as ``page_size``, ``group``,
             ``sketch``, ``witness_bands``, ``bypass``; by default what the calibration holds.
 
@@ -205,6 +207,7 @@ class WitCertCache(Cache):
         backing: bool | None = None,
         history: int = HISTORY,
         telemetry: Telemetry | None = None,
+        seed: int | None = None,
         **layout: Any,
     ) -> None:
         super().__init__(layers=[WitCertLayer(window) for window in windows(config)])
@@ -219,7 +222,12 @@ class WitCertCache(Cache):
         check_range("history", history, 0, 2**62)
         if telemetry is not None and not isinstance(telemetry, Telemetry):
             raise TypeError(f"telemetry: got {type(telemetry).__name__}, wants a witcert_kernels.Telemetry")
+        if seed is not None:
+            if not self.is_dithered:
+                raise ValueError(f"seed: got one for scheme {self.scheme.name!r}, wants None without a dither")
+            seed = check_integer("seed", seed, 0, 2**64 - 1)
         self.tau, self.history, self.telemetry = tau, history, telemetry
+        self._fixed_seed = seed
         self._backing = tau is not None if backing is None else backing
         calibrations, chosen = layer_calibrations(calibration, config, len(self.layers))
         self._layout = self._complete(layout, chosen)
@@ -342,7 +350,7 @@ class WitCertCache(Cache):
             self._write(*arguments)
 
     def reset(self) -> None:
-        """Begin a new request: no tokens, no cells, the budget unspent, another dither."""
+        """Begin a new request: no tokens, no cells, the budget unspent, another dither unless ``seed`` was given."""
         super().reset()
         if self.budget is not None:
             self.budget.spent = 0
@@ -425,7 +433,7 @@ class WitCertCache(Cache):
 
     def _start(self) -> None:
         self._history = History(self.history)
-        self._seed = secrets.randbits(64)
+        self._seed = secrets.randbits(64) if self._fixed_seed is None else self._fixed_seed
         self._step = -1
 
     def _complete(self, layout: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:

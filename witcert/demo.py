@@ -18,6 +18,7 @@ from . import __version__
 from .cache import WitCertCache
 from .haystack import NeedlePrompt, prompts
 from .report import StepRecord
+from .schemes import Scheme
 from .truth import true_tv
 
 SCHEMES = ("fp8_raw", "rtn8", "kivi2", "rtn2", "int8", "int8_dither")
@@ -235,13 +236,14 @@ def answer(
     tokenizer: Any,
     prompt: NeedlePrompt,
     prefix: Prefix,
-    scheme: str,
+    scheme: str | Scheme,
     tau: float | None,
     calibration: Any,
     new_tokens: int,
     progress: Callable[[int, float | None], None],
+    seed: int | None = None,
 ) -> Run:
-    """Decode one prompt's answer over one cache, gated at τ (None: not gated)."""
+    """Decode one prompt's answer over one cache, gated at τ (None: not gated); ``seed`` as for :class:`WitCertCache`."""
     stop = _stop_tokens(model, tokenizer)
     watcher = None
     if scheme == "uncompressed":
@@ -253,7 +255,7 @@ def answer(
             cache.update(k, v, index)
     else:
         model.set_attn_implementation("witcert")
-        cache = WitCertCache(model.config, scheme, tau, calibration, backing=True)
+        cache = WitCertCache(model.config, scheme, tau, calibration, backing=True, seed=seed)
         cache.preload(prefix.layers)
         watcher = cache.observer = Watcher(cache, prompt.tokens)
     began = time.perf_counter()
@@ -265,7 +267,7 @@ def answer(
     run = Run(
         prompt=prompt.id,
         prompt_tokens=prompt.tokens,
-        scheme=scheme,
+        scheme=scheme.name if isinstance(scheme, Scheme) else scheme,
         gated=tau is not None,
         answer=text,
         right=prompt.is_answered_by(text),

@@ -173,6 +173,21 @@ def test_arguments(options: dict[str, Any], error: type[Exception], message: str
         WitCertCache(CONFIG, **options)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "seed", "error", "message"),
+    [
+        ("int8_dither", -1, ValueError, r"seed: got -1, wants a number in \[0, 18446744073709551615\]"),
+        ("int8_dither", 2**64, ValueError, "seed: got 18446744073709551616"),
+        ("int8_dither", 1.5, TypeError, "seed: got 1.5, wants an integer"),
+        ("int8", 3, ValueError, "seed: got one for scheme 'int8', wants None without a dither"),
+        ("rtn8", 3, ValueError, "seed: got one for scheme 'rtn8'"),
+    ],
+)
+def test_seed(scheme: str, seed: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        WitCertCache(CONFIG, scheme, seed=seed)
+
+
 def test_layer_index() -> None:
     k = torch.zeros(1, KV_HEADS, 3, 16)
     with pytest.raises(ValueError, match=r"layer_idx: got 2, wants 0\.\.1"):

@@ -106,6 +106,22 @@ def test_provenance() -> None:
     assert len(seeds) == 4, "a dither's key is never a constant"
 
 
+def test_a_seed_repeats_the_dither() -> None:
+    """Two requests of one key hold the same bytes, and say so; another key gives others."""
+
+    def codes(seed: int) -> torch.Tensor:
+        cache = run("int8_dither", seed=seed)
+        assert cache.report().seed == seed
+        stores = [layer.store for layer in cache.layers if layer.store is not None]
+        return torch.stack([store.pool.k_codes for store in stores])
+
+    key = 2**64 - 1
+    assert torch.equal(codes(key), codes(key)) and not torch.equal(codes(key), codes(0))
+    cache = run("int8_dither", seed=key)
+    cache.reset()
+    assert cache.report().seed == key
+
+
 def test_json_round_trip(tmp_path: Path) -> None:
     report = run().report()
     report.cells[0].risk = float("inf")
