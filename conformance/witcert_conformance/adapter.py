@@ -438,15 +438,20 @@ def optional(adapter: Adapter) -> Any:
 
 
 def load(name: str) -> Adapter:
-    """One of ours by name, or ``package.module:Class``.
+    """One of ours by name, or ``package.module:Class``, installed or in the current folder.
 
     Raises:
         ValueError: an unknown name, or one whose library is not installed.
     """
     import importlib
+    import sys
+    from pathlib import Path
 
     from .adapters import OURS
 
+    here = str(Path.cwd())
+    if name not in OURS and here not in sys.path:
+        sys.path.append(here)  # commands, unlike `python -m`, leave it out
     target = OURS.get(name, name)
     module, _, attribute = target.partition(":")
     if not attribute:

@@ -64,6 +64,22 @@ def test_the_report_says_who_was_tested_with_what(tmp_path: Path) -> None:
     assert "zero_groups_have_a_scale" in page and "<script" not in page and "http" not in page
 
 
+@pytest.mark.parametrize("command", ["pytest --pyargs witcert_conformance -p no:cacheprovider", "witcert conformance"])
+def test_a_stranger_runs_it_from_the_adapters_folder(command: str, tmp_path: Path) -> None:
+    """The installed commands, without a path set."""
+    module = (ROOT / "examples" / "my_int8_adapter.py").read_text().replace("scales[at] / 2 ", "scales[at] / 3 ")
+    (tmp_path / "theirs.py").write_text(module)
+    only = ["-k", "meter_covers_worst_case"] if command.startswith("pytest") else []
+    program, *arguments = command.split()
+    done = subprocess.run(
+        [Path(sys.executable).parent / program, *arguments, "--impl", "theirs:MyInt8", "--profile", "quick", *only],
+        cwd=tmp_path, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "check('meter_covers_worst_case', 'theirs:MyInt8', Case())" in done.stdout
+
+
 def test_the_header_names_the_target() -> None:
     done = run_pytest("--impl", "twin", "-k", "zero_groups", "-v")
     assert "twin: twin 1 on cpu (numpy" in done.stdout
