@@ -28,7 +28,7 @@ def test_every_mutant_is_killed_by_an_assertion_of_its_property() -> None:
 @pytest.mark.parametrize("twin", TWINS, ids=lambda kind: kind.__name__)
 def test_the_unmutated_twin_passes_every_property(twin: type) -> None:
     adapter = twin()
-    outcomes = [run_property(p, adapter, twin.__name__, profile="quick") for p in properties().values() if not p.cuda]
+    outcomes = [run_property(p, adapter, twin.__name__, profile="mutants") for p in properties().values() if not p.cuda]
     assert [(o.name, o.verdict, o.message, o.reproduction) for o in outcomes if o.verdict != "passed"] == []
 
 
