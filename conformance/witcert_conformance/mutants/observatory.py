@@ -35,6 +35,15 @@ class WitnessMeetsTheRawQuery(Twin):
         return super().observatory_bound(query, query.q if part is query.z else part, witness)
 
 
+@mutant("one_part_meter_of_a_scheme")
+class ValuesOfASchemeAreFree(Twin):
+    """The values' own error is left out of a scheme's value bound."""
+
+    def values(self, query: Query, slots: Ints) -> tuple[Array, Array, Mask]:
+        v_hat, rho, lost = super().values(query, slots)
+        return v_hat, np.zeros_like(rho) if query.store.observatory else rho, lost
+
+
 @mutant("two_part_meter_of_a_scheme")
 class KnownPartUnderTheWrongSoftmax(Twin):
     """The known part's moments are taken under softmax(y)."""

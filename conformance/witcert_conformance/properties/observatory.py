@@ -242,6 +242,25 @@ def covers(seen: Seen, decoded: Decoded) -> None:
         require(got >= worst, f"meter: got {MP.nstr(got, 12)} at {where}, but both bounds allow {MP.nstr(worst, 12)}")
 
 
+def value_error_covers(seen: Seen, decoded: Decoded) -> None:
+    """The value error covers the distance of out from exact attention over exact values."""
+    first = np.concatenate([[0], np.cumsum(seen.view.lengths)])
+    for cell in cells(seen):
+        h = cell.head // seen.view.group_heads
+        p = exact.softmax_mp(cell.x)[: seen.view.lengths[cell.b]]
+        off = MP.zero
+        for got_j, v_j in zip(
+            decoded.out[cell.b, cell.head], seen.v[first[cell.b] : first[cell.b + 1], h].T, strict=True
+        ):
+            off += (sum((a * MP.mpf(float(b)) for a, b in zip(p, v_j, strict=True)), -MP.mpf(float(got_j)))) ** 2
+        assert decoded.value_error is not None
+        got = MP.mpf(float(decoded.value_error[cell.b, cell.head]))
+        require(
+            got >= MP.sqrt(off),
+            f"value_error: got {MP.nstr(got, 9)} at row {cell.b}, head {cell.head}, off by {MP.nstr(MP.sqrt(off), 9)}",
+        )
+
+
 def useful(seen: Seen, decoded: Decoded) -> None:
     """The meter is the smaller of the one-part and the two-part meter, up to 1.01 and rounding."""
     for cell in cells(seen):
@@ -309,9 +328,14 @@ def _untouched(adapter: Adapter, case: View) -> None:
 @prop(
     "one_part_meter_of_a_scheme",
     _views(False),
-    theorems=("tierA_certificate", "abs_logit_error_le"),
+    theorems=("tierA_certificate", "abs_logit_error_le", "output_error_le"),
     needs=("observatory",),
-    pinned=(UNSKETCHED, replace(UNSKETCHED, equalised=True, damage=0.3), replace(OVERFLOWN, layout=UNSKETCHED.layout)),
+    pinned=(
+        UNSKETCHED,
+        replace(UNSKETCHED, equalised=True, damage=0.3),
+        replace(UNSKETCHED, lengths=(1,), scale=0.0),
+        replace(OVERFLOWN, layout=UNSKETCHED.layout),
+    ),
     examples=15,
 )
 def _one(adapter: Adapter, case: View) -> None:
@@ -320,6 +344,8 @@ def _one(adapter: Adapter, case: View) -> None:
     decoded = adapter.decode(seen.store, seen.read)
     covers(seen, decoded)
     useful(seen, decoded)
+    if "value_error" in adapter.info.offers:
+        value_error_covers(seen, decoded)
 
 
 @prop(
