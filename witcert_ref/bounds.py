@@ -262,7 +262,6 @@ def worst_case_relaxed(p_tilde: ArrayLike, c: ArrayLike) -> Array:
     return np.asarray(np.minimum(1.0, np.max(np.where(sliver, b0, gain), -1)))[()]
 
 
-@implements("WitCert.mass_tilt_le")
 def worst_case_lower(p_tilde: ArrayLike, c: ArrayLike) -> tuple[Array, Array]:
     """(tv, eps): a total variation [...] that the errors eps [..., tokens], |eps| <= c, attain or exceed.
 

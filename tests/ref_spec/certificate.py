@@ -144,15 +144,6 @@ def the_relaxed_worst_case_is_above_and_below_every_bound(cell: Cell) -> None:
         assert relaxed <= getattr(golden, name)(cell.p, cell.c) + mp.mpf(10) ** -golden.DIGITS
 
 
-@follows("mass_tilt_le", "bounds.worst_case_lower", inputs=cells(5))
-def the_lower_worst_case_is_attained(cell: Cell) -> None:
-    value, eps = bounds.worst_case_lower(cell.weights, cell.c)
-    assert (np.abs(eps) == cell.c).all()
-    attained = golden.total_variation(golden.tilt(cell.p, eps), cell.p)
-    assert golden.number(float(value)) <= attained * (1 + mp.mpf(2) ** -40)
-    assert attained <= enumerated(cell) + mp.mpf(10) ** -golden.DIGITS
-
-
 def dispersion(cell: Cell) -> Any:
     """½ e^(2C) (Σ p |c - c̄| + c̄ (e^C - 1)), as `Counterexample.lean` defines it."""
     p, c = [golden.number(x) for x in cell.p], [golden.number(x) for x in cell.c]
