@@ -23,8 +23,9 @@ the dither: here independent draws, or those of a fixed text.
 Experiments on synthetic keys take the queries as independent: their 95 % intervals are Clopper–Pearson for shares,
 percentile bootstrap for the rest. Those on activations read what the attention of a real model computes with,
 captured once into build/activations (`--model` runs another local model, into build/experiments). Cells of one text
-depend on each other, so their intervals are bootstraps that draw whole texts. So are those of experiments that decode
-with the model over a compressed cache, but for shares of right answers, which are Clopper–Pearson.
+depend on each other, so their intervals are bootstraps that draw whole texts: over two texts it is their range. So are
+those of experiments that decode with the model over a compressed cache, but for shares of right answers, which are
+Clopper–Pearson.
 """
 
 

@@ -8,6 +8,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
+from experiments.result import number
+
+Interval = tuple[float, float]
+INTERVAL = "95 %"  # heads the second column of `spread`
+
 
 def coverage(passed: ArrayLike) -> tuple[float, tuple[float, float]]:
     """The share of True in bool [n], and its Clopper–Pearson interval, which takes the samples as independent."""
@@ -38,3 +43,16 @@ def over_prompts(
     values = [float(np.asarray(statistic(np.concatenate([np.ravel(samples[i]) for i in some])))) for some in drawn]
     low, high = np.quantile(values, (0.025, 0.975))
     return float(np.asarray(statistic(np.concatenate([np.ravel(x) for x in samples])))), (float(low), float(high))
+
+
+def spread(
+    samples: Sequence[NDArray[np.float64]] | NDArray[np.float64], statistic: Callable[..., object] = np.mean
+) -> tuple[float, str]:
+    """`over_prompts` as two cells of a table: the statistic, and its interval."""
+    value, interval = over_prompts(samples, statistic)
+    return value, between(interval)
+
+
+def between(interval: Interval | None) -> str:
+    """An interval as a cell of a table."""
+    return "—" if interval is None else " – ".join(number(end) for end in interval)

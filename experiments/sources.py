@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from experiments import activations
 from experiments.activations import LENGTHS, TEXTS, Text
 from experiments.cells import EFORM, Account, Array, Cells, covered
-from experiments.intervals import over_prompts
+from experiments.intervals import INTERVAL, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
 from experiments.stores import SEED, Attention, Layout, write
 from experiments.synthetic import DELTA, TAU
@@ -49,27 +50,36 @@ class Kept:
 
 
 DEFAULT = Kept(Layout(equalizer=True, sketch=1), "half_step")
+RICH = Kept(Layout(equalizer=True, sketch=4, witness=1), "both")
 PLAIN = Kept(Layout(dither=64), "radius")
 BYPASS = Kept(Layout(bypass=4, dither=64), "radius")
+WITNESS = Kept(Layout(witness=1), "witness")
+EQUALIZER = Kept(Layout(equalizer=True), "half_step")
 STORES = (
     Kept(Layout(), "half_step"),
+    WITNESS,
+    Kept(Layout(witness=4), "witness"),
     PLAIN,
+    Kept(Layout(sketch=1), "half_step"),
     Kept(Layout(group=32), "half_step"),
     Kept(Layout(group=32, bypass=4, dither=64), "radius"),
     Kept(Layout(bypass=4), "half_step"),
     Kept(Layout(bypass=2, dither=64), "radius"),
     BYPASS,
-    Kept(Layout(equalizer=True), "half_step"),
+    EQUALIZER,
     Kept(Layout(equalizer=True, dither=64), "radius"),
+    Kept(Layout(equalizer=True, witness=4), "witness"),
     Kept(Layout(equalizer=True, witness=4), "both"),
     DEFAULT,
     Kept(Layout(equalizer=True, sketch=1, dither=64), "radius"),
     Kept(Layout(equalizer=True, sketch=1, witness=1), "witness"),
     Kept(Layout(equalizer=True, sketch=1, witness=1), "both"),
-    Kept(Layout(equalizer=True, sketch=4, witness=1), "both"),
+    RICH,
     Kept(Layout(equalizer=True, sketch=4, dither=64), "radius"),
     Kept(Layout(equalizer=True, sketch=4, witness=1, bypass=1), "both"),
 )
+
+NAMED = (STORES[0], WITNESS, PLAIN, BYPASS, EQUALIZER, DEFAULT, RICH)
 
 
 def read(attention: Attention, n: int, kept: Kept, calibration: LayerCalibration | None, local: float) -> Cells:
@@ -123,7 +133,7 @@ def run(quick: bool = False) -> Result:
     measure(account, [numbered[i] for i in whole], [kept for kept in periods if kept not in STORES], quick)
     rows = [
         Row(f"{kept.name}, {kept.source}: coverage", None, *over_prompts(covered(account(_key(kept), "meter", whole))))
-        for kept in (STORES[0], PLAIN, DEFAULT, BYPASS)
+        for kept in (STORES[0], WITNESS, PLAIN, DEFAULT, BYPASS)
     ]
     return Result(
         NAME,
@@ -146,71 +156,93 @@ def run(quick: bool = False) -> Result:
     )
 
 
-def _shares(meter: Array) -> list[float]:
-    return [float((meter <= tau).mean()) for tau in TAUS]
-
-
 def _tables(account: Account, texts: Sequence[Text], whole: Sequence[int], half: Sequence[int]) -> list[Table]:
     d = activations.captured(texts[0]).layers[0].k.shape[2]
-    columns = ("coverage τ = 0.2", "0.1", "median meter", "median true")
-    eight: list[tuple[Cell, ...]] = []
-    narrow: list[tuple[Cell, ...]] = []
-    lengths: list[tuple[Cell, ...]] = []
-    dithers: list[tuple[Cell, ...]] = []
 
-    def cells(kept: Kept, prompts: Sequence[int]) -> tuple[Array, Array]:
-        return account(_key(kept), "meter", prompts), account(_key(kept), "true", prompts)
+    def value(kept: Kept, name: str, prompts: Sequence[int]) -> Array:
+        return account(_key(kept), name, prompts)
 
-    for kept in STORES:
-        extra = kept.layout.bytes(d) - Layout().bytes(d)
-        meter, true = cells(kept, whole)
-        eform = account(_key(kept), EFORM, whole)
-        mean = float(np.median(account(_key(kept), "mean c", whole)))
-        known = [*_shares(meter), float(np.median(meter)), float(np.median(true))]
-        eight.append((kept.name, extra, kept.source, *known, float((eform <= TAU).mean()), mean))
-        wide = [_shares(cells(kept.at(bits), half)[0]) for bits in WIDTHS]
-        medians = [float(np.median(cells(kept.at(bits), half)[0])) for bits in WIDTHS[1:]]
-        narrow.append(
-            (kept.name, extra, kept.source, *(share[0] for share in wide), *(share[1] for share in wide), *medians)
+    def spreads(kept: Kept, prompts: Sequence[int]) -> tuple[Cell, ...]:
+        meter = value(kept, "meter", prompts)
+        shares = [(meter <= tau).astype(np.float64) for tau in TAUS]
+        return (*spread(shares[0]), *spread(shares[1]), *spread(meter, np.median))
+
+    def stored(kept: Kept) -> tuple[Cell, ...]:
+        return (kept.name, kept.layout.bytes(d) - Layout().bytes(d), kept.source)
+
+    def middle(kept: Kept, name: str, prompts: Sequence[int]) -> float:
+        return float(np.median(value(kept, name, prompts)))
+
+    def every_text(title: str, statistic: Callable[[Array], Any]) -> Table:
+        rows: list[tuple[Cell, ...]] = []
+        for i, text in enumerate(texts):
+            length = len(activations.captured(text).layers[0].k)
+            shown = (float(statistic(value(kept, "meter", [i]))) for kept in NAMED)
+            rows.append((text.domain, text.source, length, *shown))
+        named = [f"{kept.name}, {kept.source}" for kept in NAMED]
+        return Table(f"Every text and length: {title}", ("domain", "text", "tokens", *named), rows)
+
+    judged: dict[str, Callable[[Array], Any]] = {
+        f"coverage at τ = {TAUS[0]}": lambda meter: (meter <= TAUS[0]).mean(),
+        f"coverage at τ = {TAUS[1]}": lambda meter: (meter <= TAUS[1]).mean(),
+        "the largest meter": np.max,
+    }
+    columns = ("coverage τ = 0.2", INTERVAL, "0.1", INTERVAL, "median meter", INTERVAL)
+    eight = [
+        (
+            *stored(kept),
+            *spreads(kept, whole),
+            middle(kept, "true", whole),
+            float((value(kept, EFORM, whole) <= TAU).mean()),
+            middle(kept, "mean c", whole),
         )
-    for i, text in enumerate(texts):
-        row: list[Cell] = [text.domain, text.source, len(activations.captured(text).layers[0].k)]
-        for kept in (DEFAULT, BYPASS):
-            meter, true = cells(kept, [i])
-            row += [*_shares(meter), float(meter.max()), float(np.median(true))]
-        lengths.append(tuple(row))
-    for period in PERIODS:
-        meter, true = cells(Kept(Layout(dither=period), "radius"), whole)
-        dithers.append((period, *_shares(meter), float(np.median(meter)), float(np.median(true)), float(true.max())))
+        for kept in STORES
+    ]
+    narrow = [(*stored(kept), bits, *spreads(kept.at(bits), half)) for bits in WIDTHS for kept in STORES]
+    groups = [
+        (label, kept.name, kept.source, *spreads(kept, prompts), middle(kept, "true", prompts))
+        for label, prompts in _groups(texts, whole).items()
+        for kept in NAMED
+    ]
+    dithers: list[tuple[Cell, ...]] = [
+        (period, *spreads(kept, whole), middle(kept, "true", whole), float(value(kept, "true", whole).max()))
+        for period, kept in ((period, Kept(Layout(dither=period), "radius")) for period in PERIODS)
+    ]
     return [
         Table(
             "8 bits, all texts; bytes beyond the codes and one scale, for a 16-bit model; c as attention weighs it",
-            ("store", "extra bytes", "source", *columns, "coverage by e-form", "median mean c"),
+            ("store", "extra bytes", "source", *columns, "median true", "coverage by e-form", "median mean c"),
             eight,
         ),
         Table(
-            "Narrower codes, every second text: coverage at τ = 0.2, at 0.1, and the median meter",
-            (
-                "store",
-                "extra bytes",
-                "source",
-                *(f"{bits} bits" for bits in WIDTHS),
-                *(f"{bits} bits, 0.1" for bits in WIDTHS),
-                *(f"{bits} bits, median" for bits in WIDTHS[1:]),
-            ),
+            "The width of the codes, every second text",
+            ("store", "extra bytes", "source", "bits", *columns),
             narrow,
         ),
         Table(
-            f"Text and length: {DEFAULT.name} of half_step (any query), then {BYPASS.name} of radius",
-            ("domain", "text", "tokens", *("coverage τ = 0.2", "0.1", "largest meter", "median true") * 2),
-            lengths,
+            "Domains (2048 tokens or a needle prompt), and two texts at each length, whose interval is their range",
+            ("texts", "store", "source", *columns, "median true"),
+            groups,
         ),
+        *(every_text(title, statistic) for title, statistic in judged.items()),
         Table(
             "Tokens that share a dither vector (plain store, radius)",
-            ("tokens", *columns, "largest true"),
+            ("tokens", *columns, "median true", "largest true"),
             dithers,
         ),
     ]
+
+
+def _groups(texts: Sequence[Text], whole: Sequence[int]) -> dict[str, list[int]]:
+    """Texts of a domain, and the same texts at each length, by what a table calls them."""
+    found: dict[str, list[int]] = {}
+    for i in whole:
+        found.setdefault(texts[i].domain, []).append(i)
+    longer = {(text.domain, text.source) for text in LENGTHS}
+    for i, text in sorted(enumerate(texts), key=lambda pair: pair[1].length):
+        if (text.domain, text.source) in longer:
+            found.setdefault(f"{text.length:,} tokens", []).append(i)
+    return found
 
 
 def plot(result: Result) -> Figure:
@@ -220,15 +252,15 @@ def plot(result: Result) -> Figure:
     marks = {"half_step": "o", "witness": "v", "both": "s", "radius": "x"}
     for source, mark in marks.items():
         rows = [row for row in result.tables[0].rows if row[2] == source]
-        left.plot([row[1] for row in rows], [row[4] for row in rows], mark, label=source)
+        left.plot([row[1] for row in rows], [row[5] for row in rows], mark, label=source)
     left.set(xlabel="extra bytes a token and head", ylabel="coverage at τ = 0.1", title="8 bits")
     left.set_xscale("symlog", base=2, linthresh=1)
     left.set_xticks((0, 1, 2, 4, 8, 16), ("0", "1", "2", "4", "8", "16"))
     left.legend()
-    for row in result.tables[1].rows:
-        if row[0] in ("plain", "equaliser", DEFAULT.name, "equaliser, sketch 4, witness 1", BYPASS.name):
-            style = "x--" if row[2] == "radius" else "o-"
-            right.plot(WIDTHS, row[3 : 3 + len(WIDTHS)], style, label=f"{row[0]} ({row[2]})")
+    for kept in NAMED:
+        rows = [row for row in result.tables[1].rows if (row[0], row[2]) == (kept.name, kept.source)]
+        style = {"radius": "x--", "witness": "v:"}.get(kept.source, "o-")
+        right.plot([row[3] for row in rows], [row[4] for row in rows], style, label=f"{kept.name} ({kept.source})")
     right.set(xlabel="bits of a code", ylabel="coverage at τ = 0.2", xticks=WIDTHS, title="Width")
     right.invert_xaxis()
     right.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.02, 0.5))
