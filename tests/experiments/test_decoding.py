@@ -80,6 +80,19 @@ def test_a_query_that_sees_the_dither_breaks_the_radius_and_nothing_else() -> No
     assert count(result, adaptive.RADIUS_FAILS) > 0 and ours(result, "free query: largest strain") > 1
     for claim in (adaptive.RADIUS_HOLDS, adaptive.HALF_STEP, adaptive.WITNESS, adaptive.METER, adaptive.SHIPPED):
         assert count(result, claim) == 0
+    for claim in (adaptive.HALF_STEP_IN_MODEL, adaptive.WITNESS_IN_MODEL):
+        assert count(result, claim) == 0
+
+
+def test_a_trajectory_repeats_and_its_witness_is_the_stored_residuals(chosen: Path, texts: list[Text]) -> None:
+    ids = activations.ids(texts[0], model.load()[1])
+    (first, taken), (again, same) = (adaptive.trajectory(ids, 3, True, 5) for _ in range(2))
+    assert taken == same
+    for name in ("strain", "half-step", "witness"):
+        np.testing.assert_array_equal(first.all(name), again.all(name))
+        assert 0.1 < first.all(name).max() <= 1
+    other, _ = adaptive.trajectory(ids, 3, True, 6)
+    assert (first.all("strain") != other.all("strain")).any()
 
 
 def test_a_gate_pages_in_no_more_at_a_larger_threshold() -> None:
