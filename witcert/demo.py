@@ -243,7 +243,7 @@ def answer(
     progress: Callable[[int, float | None], None],
     seed: int | None = None,
 ) -> Run:
-    """Decode one prompt's answer over one cache, gated at τ (None: not gated); ``seed`` as for :class:`WitCertCache`."""
+    """Decode one prompt's answer over one cache, gated at τ (None: not gated); ``seed``: the cache's."""
     stop = _stop_tokens(model, tokenizer)
     watcher = None
     if scheme == "uncompressed":
