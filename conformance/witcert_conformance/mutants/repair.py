@@ -49,6 +49,21 @@ class BackingStoreOfZeros(Twin):
         return np.zeros_like(exact)
 
 
+@mutant("repair_of_one_sequence_changes_no_other")
+class ABatchWithExactPagesTakesAnotherKernel(Twin):
+    """With an exact page in the batch all sequences go through another kernel, whose meter is an ulp larger."""
+
+    def stored_meter(self, meter: Array) -> Array:
+        above = np.minimum(np.nextafter(meter.astype(np.float32), np.float32(2)), 1.0).astype(np.float64)
+        return np.where(meter > 0, above, meter) if self._mixed else super().stored_meter(meter)
+
+    def decode(self, store: TwinStore, read: Read) -> Decoded:
+        self._mixed = read.exact_pages is not None and bool((read.exact_pages >= 0).any())
+        return super().decode(store, read)
+
+    _mixed = False
+
+
 @mutant("lost_keys_are_repaired", path=("repair",))
 class RepairedTokensStayLost(Twin):
     """A repaired page whose compressed key was lost keeps the flag."""

@@ -81,6 +81,26 @@ def _backing(adapter: Adapter, case: Case) -> None:
 
 
 @prop(
+    "repair_of_one_sequence_changes_no_other",
+    plain(lengths=(1, 12), batch=(2, 3), kv_heads=2),
+    theorems=("tv_tilt_le_meter_of_repaired",),
+    needs=("repair",),
+    pinned=(Case(lengths=(6, 5)), Case(layout=Layout(kv_heads=2), lengths=(9, 3, 7), group_heads=2)),
+)
+def _isolated(adapter: Adapter, case: Case) -> None:
+    """Pages of one sequence become exact: not a bit of what the others report changes."""
+    scene = build(adapter, case)
+    pages = -(-max(case.lengths) // case.layout.page_size)
+    wanted = np.zeros((len(case.lengths), case.layout.kv_heads, pages), bool)
+    none, _, _ = page_in(scene, wanted)
+    before = scene.decode(exact_pages=none)
+    wanted[0] = True
+    table, k, v = page_in(scene, wanted)
+    after = replace(scene, read=replace(scene.read, exact_pages=table), exact_k=k, exact_v=v).decode()
+    checks.same(before, after, rows=slice(1, None), what="another sequence's pages were repaired")
+
+
+@prop(
     "lost_keys_are_repaired",
     plain(keys=("normal",), lengths=(4, 12), batch=(1, 2)),
     theorems=("tv_tilt_le_meter_of_repaired",),
