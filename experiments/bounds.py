@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from torch import Tensor
 
 from experiments import activations
 from experiments.cells import EFORM, Account, Array, Cells, every_head, softmax
-from experiments.intervals import over_prompts
+from experiments.intervals import INTERVAL, Interval, between, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
 from experiments.stores import SEED, Attention, Layout, Store, observe, write
 from experiments.synthetic import BLOCK, BOUNDS, DELTA, TAU
@@ -23,9 +24,10 @@ BANDS, PAGE = 16, 64
 PAPER = "min(e-form, two-sided)"
 ANCHORED = "anchored meter"
 DIFFERS: tuple[str, ...] = (
-    "The paper's bits are those of Qwen2.5-1.5B. Here four pairs out of the way leave a c that is small and alike"
-    " for all tokens, so that every shape needs fewer bits and the e-form gains little over the tanh; the meter"
-    " needs one bit less.",
+    "The paper's bits are those of Qwen2.5-1.5B. Here four pairs out of the way leave a c that is small and, with one"
+    " scale for all tokens, the same for all of them, so that every shape needs fewer bits and the e-form gains little"
+    " over the tanh. The tanh is the worst case of such a c where tokens may be split: the meter is no smaller, and"
+    " needs one bit less than the e-form.",
     "Page-ins are counted for each cell by itself, not as the paper's traffic of requests, where repaired pages"
     " stay. At τ = 0.99 its finding returns for fp8_raw: the e-form repairs more than rc_tanh, and the meter nothing"
     " at all; for rtn8 rc_tanh repairs nothing either, so there is no ratio. At τ = 0.2 it is the other way round: a"
@@ -58,6 +60,9 @@ WORST: dict[str, Callable[[Array, Array], Array]] = {
     "attained": BOUNDS["attained"],
     "relaxed": bounds.worst_case_relaxed,
 }
+BY_C = ("rc_tanh", "tanh")  # whose pages are repaired by their largest c
+PLAIN = [name for name in SHAPES if name != ANCHORED]
+ALL: dict[str, Callable[[Array, Array], Array]] = {**SHAPES, **WORST}
 REGIMES = ("fp8_raw, witness", "rtn8, witness", "one scale, half_step", "default, half_step", "block, bypass 4, radius")
 DEFAULT = Layout(equalizer=True, sketch=1)
 CERTIFIED = Layout(block=BLOCK, bypass=4, dither=1)
@@ -87,7 +92,7 @@ def run(quick: bool = False) -> Result:
                 worst = cells.values(WORST, WORST)
                 account.check("every bound >= true total variation", values.values(), [cells.tv])
                 account.check("every bound >= attained worst case", values.values(), [worst["attained"]])
-                split = [value for name, value in values.items() if name != ANCHORED]  # whose token may not be split
+                split = [values[name] for name in PLAIN]  # whose token may not be split
                 account.check("every other bound >= relaxed worst case", split, [worst["relaxed"]])
                 account.check(
                     "relaxed >= attained >= 0", [worst["relaxed"], worst["attained"]], [worst["attained"], 0 * cells.tv]
@@ -145,14 +150,29 @@ def _bits(account: Account, attention: Attention, n: int, i: int, steps: int, lo
         error = store.error(q)
         for source, c in (("half_step", store.half_step(q)), ("radius", store.radius(q, local))):
             cells = Cells(attention, error, c)
-            values = cells.values(("rc_tanh", "tanh", EFORM, "meter"), SHAPES)
+            values = cells.values(PLAIN, SHAPES)
             account.check("every bound >= true total variation", values.values(), [cells.tv])
-            fell = {name: 1 - every_head(value <= TAU, kv_heads, steps) for name, value in values.items()}
+            passed = {**{name: value <= TAU for name, value in values.items()}, **worst_within(cells, values["meter"])}
+            fell = {name: 1 - every_head(value, kv_heads, steps) for name, value in passed.items()}
             account.add(f"{bits} bits, {source}", i, fell)
 
 
+def worst_within(cells: Cells, meter: Array) -> dict[str, NDArray[np.bool_]]:
+    """Where the worst cases and the anchored meter are at most τ.
+
+    None is above the meter and none is below the attained, so only cells that these two leave open are computed.
+    """
+    out, within = {}, meter <= TAU
+    left = ~within
+    for name in ("attained", "relaxed", ANCHORED):
+        out[name] = within.copy()
+        out[name][left] = ALL[name](cells.p_tilde[left], cells.c[left]) <= TAU
+        left = out["attained"] & ~within
+    return out
+
+
 def page_ins(cells: Cells) -> dict[str, Array]:
-    """Pages of each cell that a gate repairs, for each bound and gate: [cells].
+    """Pages of each cell that a gate repairs, for each bound, worst case and gate: [cells].
 
     The largest first, by their share of A - 1, for the tanh by their largest c; attention is computed anew after each.
     """
@@ -162,19 +182,23 @@ def page_ins(cells: Cells) -> dict[str, Array]:
         share = np.add.reduceat(cells.p_tilde * np.expm1(cells.c), starts, axis=1)
     top = np.maximum.reduceat(cells.c, starts, axis=1)
     out: dict[str, Array] = {}
-    for names, size in (((EFORM, "meter"), share), (("rc_tanh", "tanh"), top)):
+    for names, size in (([name for name in ALL if name not in BY_C], share), (BY_C, top)):
         rank = np.argsort(np.argsort(-size, axis=1, kind="stable"), axis=1)
-        for name in names:
-            for gate in GATES:
-                out[f"{name}, τ = {gate}"] = np.full(len(size), float(len(starts)))
-        for count in reversed([step for step in LADDER if step < len(starts)]):
+        pages = {(name, gate): np.full(len(size), float(len(starts))) for name in names for gate in GATES}
+        left = {name: np.full(len(size), True) for name in names}  # beyond the stricter gate, so far
+        for count in (step for step in LADDER if step < len(starts)):
             exact = np.repeat(rank < count, PAGE, axis=1)[:, :tokens]
             p = softmax(cells.y - np.where(exact, cells.eps, 0.0))
             c = np.where(exact, 0.0, cells.c)
-            for name in names:
-                value = SHAPES[name](p, c)
-                for gate in GATES:
-                    out[f"{name}, τ = {gate}"][value <= gate] = count
+            for name, rows in left.items():
+                if rows.any():
+                    value = np.full(len(size), np.inf)
+                    value[rows] = ALL[name](p[rows], c[rows])
+                    for gate in GATES:
+                        found = pages[name, gate]
+                        found[value <= gate] = np.minimum(found, count)[value <= gate]
+                    left[name] = rows & ~(value <= min(GATES))
+        out |= {f"{name}, τ = {gate}": found for (name, gate), found in pages.items()}
     return out
 
 
@@ -188,26 +212,33 @@ def bits_at(fallback: float, found: Sequence[float]) -> float | None:
     return None
 
 
-def _fallback(account: Account, bound: str, source: str) -> list[float]:
-    return [float(account(f"{bits} bits, {source}", bound).mean()) for bits in WIDTHS]
+def _bits_at(account: Account, bound: str, source: str, fallback: float) -> tuple[float | None, Interval | None]:
+    """`bits_at` of the mean over texts, and its interval where all resamples have such a width."""
+    shares = np.stack([account(f"{bits} bits, {source}", bound).mean(1) for bits in WIDTHS], axis=1)
+
+    def statistic(drawn: Array) -> float:
+        found = bits_at(fallback, drawn.reshape(-1, len(WIDTHS)).mean(0))
+        return np.nan if found is None else found
+
+    value, interval = over_prompts(shares, statistic)
+    return (None, None) if np.isnan(value) else (value, None if np.isnan(interval).any() else interval)
 
 
 def _rows(account: Account) -> list[Row]:
-    tanh, eform = _fallback(account, "rc_tanh", "half_step"), _fallback(account, EFORM, "radius")
+    asked = (
+        (0.444, "rc_tanh", "half_step", 15.14),
+        (0.22, EFORM, "radius", 11.71),
+        (0.22, "rc_tanh", "half_step", None),
+        (0.22, "meter", "half_step", None),
+        (0.22, "meter", "radius", None),
+    )
     rows = [
-        Row("bits at a fallback of 44.4 %, rc_tanh of half_step", 15.14, bits_at(0.444, tanh)),
-        Row("bits at a fallback of 22.0 %, e-form of the radius", 11.71, bits_at(0.22, eform)),
-        Row("bits at a fallback of 22.0 %, rc_tanh of half_step", None, bits_at(0.22, tanh)),
         Row(
-            "bits at a fallback of 22.0 %, meter of half_step",
-            None,
-            bits_at(0.22, _fallback(account, "meter", "half_step")),
-        ),
-        Row(
-            "bits at a fallback of 22.0 %, meter of the radius",
-            None,
-            bits_at(0.22, _fallback(account, "meter", "radius")),
-        ),
+            f"bits at a fallback of {100 * fallback:.1f} %, {bound} of {source}",
+            paper,
+            *_bits_at(account, bound, source, fallback),
+        )
+        for fallback, bound, source, paper in asked
     ]
     for scheme, paper in (("fp8_raw", 30.8 / 12.1), ("rtn8", 27.3 / 5.3)):
         eform, tanh = (float(account(scheme, f"{name}, τ = 0.99").sum()) for name in (EFORM, "rc_tanh"))
@@ -221,88 +252,45 @@ def _rows(account: Account) -> list[Row]:
 
 
 def _tables(account: Account) -> list[Table]:
-    shares: list[tuple[Cell, ...]] = []
-    ratios: list[tuple[Cell, ...]] = []
+    shapes: list[tuple[Cell, ...]] = []
     for regime in REGIMES:
-        bound = {name: account(regime, name).ravel() for name in (*SHAPES, *WORST, "true")}
+        bound = {name: account(regime, name) for name in (*SHAPES, *WORST, "true")}
         bound[PAPER] = np.minimum(bound[EFORM], bound["two_sided"])
-        for gate in (TAU, 0.99):
-            columns = (
-                "rc_tanh",
-                "tanh",
-                EFORM,
-                PAPER,
-                "phi",
-                "sharp",
-                "meter",
-                ANCHORED,
-                "relaxed",
-                "attained",
-                "true",
-            )
-            shares.append((regime, gate, *(float((bound[name] <= gate).mean()) for name in columns)))
-        over = ("rc_tanh", "tanh", EFORM, "two_sided", "phi", "sharp", "meter", ANCHORED, "relaxed")
-        ratios.append(
-            (
-                regime,
-                float(np.median(bound["true"])),
-                float(np.median(bound["attained"])),
-                *(float(np.median(bound[name] / bound["attained"])) for name in over),
-                *(float(np.quantile(bound[name] / bound["attained"], 0.9)) for name in ("meter", ANCHORED)),
-            )
-        )
+        for name in (*BY_C, EFORM, "two_sided", PAPER, "phi", "sharp", "meter", ANCHORED, *WORST, "true"):
+            shares = [spread((bound[name] <= gate).astype(float)) for gate in GATES]
+            ratio = bound[name] / bound["attained"]
+            middle = float(np.median(bound[name]))
+            tight = (*spread(ratio, np.median), float(np.quantile(ratio, 0.9)))
+            shapes.append((regime, name, *shares[0], *shares[1], middle, *tight))
     widths: list[tuple[Cell, ...]] = []
-    for bound_name in ("rc_tanh", "tanh", EFORM, "meter"):
+    for name in ALL:
         for source in ("half_step", "radius"):
-            found = _fallback(account, bound_name, source)
-            widths.append((bound_name, source, *found, *(bits_at(fallback, found) for fallback in FALLBACKS)))
+            found = [float(account(f"{bits} bits, {source}", name).mean()) for bits in WIDTHS]
+            authorised: list[Cell] = []
+            for fallback in FALLBACKS:
+                value, interval = _bits_at(account, name, source, fallback)
+                authorised += [value, between(interval)]
+            widths.append((name, source, *found, *authorised))
     pages: list[tuple[Cell, ...]] = []
     for scheme in GATED:
         for gate in GATES:
-            names = ("rc_tanh", "tanh", EFORM, "meter")
-            found_pages = [account(scheme, f"{name}, τ = {gate}") for name in names]
-            pages.append(
-                (scheme, gate, *(float(x.mean()) for x in found_pages), *(float((x > 0).mean()) for x in found_pages))
-            )
+            for name in ALL:
+                repaired = account(scheme, f"{name}, τ = {gate}")
+                pages.append((scheme, gate, name, *spread(repaired), *spread((repaired > 0).astype(float))))
     return [
         Table(
-            "Coverage (attained: no sound bound covers more; relaxed: at most so much above the exact worst case)",
+            "Coverage, and each bound over the attained total variation (attained: no sound bound covers more; relaxed:"
+            " at most so much above the exact worst case)",
             (
                 "c of",
-                "τ",
-                "rc_tanh",
-                "tanh",
-                "e-form",
-                PAPER,
-                "phi",
-                "sharp",
-                "meter",
-                ANCHORED,
-                "relaxed",
-                "attained",
-                "true",
+                "bound",
+                *(column for gate in GATES for column in (f"coverage τ = {gate}", INTERVAL)),
+                "median",
+                "over attained, median",
+                INTERVAL,
+                "over attained, 90 % of cells",
             ),
-            shares,
-        ),
-        Table(
-            "Tightness: medians of the true and the attained total variation, and of each bound over the attained",
-            (
-                "c of",
-                "true",
-                "attained",
-                "rc_tanh",
-                "tanh",
-                "e-form",
-                "two-sided",
-                "phi",
-                "sharp",
-                "meter",
-                ANCHORED,
-                "relaxed",
-                "meter, 90 %",
-                f"{ANCHORED}, 90 %",
-            ),
-            ratios,
+            shapes,
         ),
         Table(
             f"Fallback of kv heads at τ = {TAU} over the width of the codes (a scale a channel for all tokens, four"
@@ -311,18 +299,14 @@ def _tables(account: Account) -> list[Table]:
                 "bound",
                 "source",
                 *(f"{bits} bits" for bits in WIDTHS),
-                *(f"bits at {fallback:.1%}" for fallback in FALLBACKS),
+                *(column for fallback in FALLBACKS for column in (f"bits at {fallback:.1%}", INTERVAL)),
             ),
             widths,
         ),
         Table(
-            f"Pages of {PAGE} tokens repaired a cell until the bound is within τ, and the share of cells with any",
-            (
-                "scheme",
-                "τ",
-                *(f"pages, {name}" for name in ("rc_tanh", "tanh", "e-form", "meter")),
-                *(f"cells, {name}" for name in ("rc_tanh", "tanh", "e-form", "meter")),
-            ),
+            f"Pages of {PAGE} tokens repaired a cell until the bound is within τ, and the share of cells with any"
+            " (attained, relaxed: what a gate would repair that knew the worst case)",
+            ("scheme", "τ", "bound", "pages", INTERVAL, "cells", INTERVAL),
             pages,
         ),
     ]
@@ -332,29 +316,26 @@ def plot(result: Result) -> Figure:
     """Coverage by each bound, fallback over bits, page-ins."""
     figure = Figure(figsize=(14, 4.4), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    header = result.tables[0].header[2:-1]
-    rows = [row for row in result.tables[0].rows if row[1] == TAU]
-    places = np.arange(len(rows))
-    shown = [name for name in header if name in ("rc_tanh", "tanh", "e-form", "meter", ANCHORED, "attained")]
-    for i, name in enumerate(shown):
-        column = result.tables[0].header.index(name)
-        left.barh(places + 0.14 * (i - 2.5), [row[column] for row in rows], 0.14, label=name, color=f"C{i}")
-    left.set_yticks(places, [str(row[0]) for row in rows])
+    shapes, widths, pages = (table.rows for table in result.tables)
+    places = np.arange(len(REGIMES))
+    for i, name in enumerate((*BY_C, EFORM, "meter", ANCHORED, "attained")):
+        shares = [row[2 + 2 * GATES.index(TAU)] for row in shapes if row[1] == name]
+        left.barh(places + 0.14 * (i - 2.5), shares, 0.14, label=name, color=f"C{i}")
+    left.set_yticks(places, REGIMES)
     left.invert_yaxis()
     left.set(xlabel=f"coverage at τ = {TAU}", title="Coverage (attained: none can have more)")
     left.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.4, -0.14), ncols=3)
-    for i, name in enumerate(("rc_tanh", "tanh", EFORM, "meter")):
-        for row in result.tables[2].rows:
+    for i, name in enumerate((*BY_C, EFORM, "meter")):
+        for row in widths:
             if row[0] == name:
                 style = "o-" if row[1] == "half_step" else "x--"
                 middle.plot(WIDTHS, row[2 : 2 + len(WIDTHS)], f"C{i}{style}", label=f"{name}, {row[1]}", markersize=4)
     middle.set(xlabel="bits of a code", ylabel="kv heads that fall back", title="Fallback over bits")
     middle.legend(fontsize="small")
-    labels = [f"{row[0]}\nτ = {row[1]}" for row in result.tables[3].rows]
-    for i, name in enumerate(("rc_tanh", "tanh", "e-form", "meter")):
-        right.bar(
-            np.arange(len(labels)) + 0.2 * (i - 1.5), [row[2 + i] for row in result.tables[3].rows], 0.2, label=name
-        )
+    labels = [f"{scheme}\nτ = {gate}" for scheme in GATED for gate in GATES]
+    for i, name in enumerate((*BY_C, EFORM, "two_sided", "meter", "attained")):
+        counts = [row[3] for row in pages if row[2] == name]
+        right.bar(np.arange(len(labels)) + 0.14 * (i - 2.5), counts, 0.14, label=name)
     right.set_xticks(np.arange(len(labels)), labels, fontsize="small")
     right.set(ylabel="pages repaired a cell", title="Page-ins", yscale="log")
     right.legend(fontsize="small")

@@ -222,8 +222,20 @@ def test_pages_are_repaired_until_the_bound_is_within_the_gate(random: Captured)
     value = part.values(["meter"])["meter"]
     assert ((found["meter, τ = 0.2"] == 0) == (value <= 0.2)).all()
     assert (found["meter, τ = 0.99"] <= found["meter, τ = 0.2"]).all() and found["meter, τ = 0.2"].max() > 0
+    assert (found["attained, τ = 0.2"] <= found["relaxed, τ = 0.2"]).all()
+    assert (found["relaxed, τ = 0.2"] <= found["meter, τ = 0.2"]).all()
     exact = bounds.page_ins(Cells(attention, 0 * error, 0 * error))
     assert all((pages == 0).all() for pages in exact.values())
+
+
+@pytest.mark.parametrize("scheme", ["rtn8", "kivi4", "rtn4"])
+def test_the_worst_cases_within_the_gate_are_those_of_every_cell(random: Captured, scheme: str) -> None:
+    attention = Attention.of(random, 0)
+    store = observe(attention, get(scheme), 16)  # type: ignore[arg-type]
+    part = Cells(attention, store.error(attention.q), store.tier_a(attention.q))
+    values = part.values(bounds.ALL, bounds.ALL)
+    for name, within in bounds.worst_within(part, values["meter"]).items():
+        assert (within == (values[name] <= synthetic.TAU)).all()
 
 
 def test_bits_are_interpolated() -> None:
@@ -258,3 +270,4 @@ def test_accounts() -> None:
     assert table6.jaccard(np.array([[0, 1], [2, 3]]), np.array([[1, 0], [3, 4]])) == [1.0, 1 / 3]
     share, (low, high) = intervals.over_prompts(np.repeat([[0.0], [1.0]], 500, axis=1))
     assert (share, low, high) == (0.5, 0.0, 1.0), "two prompts, however many cells"
+    assert intervals.spread(np.repeat([[0.0], [1.0]], 500, axis=1)) == (0.5, "0 – 1")
