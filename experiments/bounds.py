@@ -338,5 +338,5 @@ def plot(result: Result) -> Figure:
         right.bar(np.arange(len(labels)) + 0.14 * (i - 2.5), counts, 0.14, label=name)
     right.set_xticks(np.arange(len(labels)), labels, fontsize="small")
     right.set(ylabel="pages repaired a cell", title="Page-ins", yscale="log")
-    right.legend(fontsize="small")
+    right.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
     return figure
