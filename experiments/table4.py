@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from experiments import activations
 from experiments.cells import EFORM, Account, Cells, covered, mix, norm
-from experiments.intervals import over_prompts
+from experiments.intervals import INTERVAL, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
 from experiments.stores import SEED, Attention, Layout, write, write_values
 from experiments.synthetic import BLOCK, DELTA, TAU
@@ -97,12 +97,20 @@ def run(quick: bool = False) -> Result:
 def _table(account: Account, stores: dict[str, Layout], d: int) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for name, layout in stores.items():
-        errors = [float(account(name, error).mean()) for error in ("output", "keys alone")]
-        shares = [float(covered(account(name, bound)).mean()) for bound in (EFORM, "meter")]
-        tenth = float((account(name, "meter") <= TAU / 2).mean())
-        middle = [float(np.median(account(name, value))) for value in ("meter", "true")]
+        meter = account(name, "meter")
         rows.append(
-            (name, layout.bytes(d), "radius" if layout.dither else "half_step", *errors, *shares, tenth, *middle)
+            (
+                name,
+                layout.bytes(d),
+                "radius" if layout.dither else "half_step",
+                *spread(account(name, "output")),
+                float(account(name, "keys alone").mean()),
+                *spread(covered(account(name, EFORM))),
+                *spread(covered(meter)),
+                *spread((meter <= TAU / 2).astype(float)),
+                *spread(meter, np.median),
+                float(np.median(account(name, "true"))),
+            )
         )
     return Table(
         f"All stores: bytes of a key, mean relative error of the output, coverage at τ = {TAU}, medians",
@@ -111,11 +119,16 @@ def _table(account: Account, stores: dict[str, Layout], d: int) -> Table:
             "bytes",
             "source",
             "error",
+            INTERVAL,
             "of it, keys alone",
             "coverage, e-form",
+            INTERVAL,
             "coverage, meter",
+            INTERVAL,
             f"meter, τ = {TAU / 2}",
+            INTERVAL,
             "median meter",
+            INTERVAL,
             "median true",
         ),
         rows,
@@ -133,7 +146,7 @@ def plot(result: Result) -> Figure:
             if base == name:
                 label = str(row[0]) if not kind else None
                 left.plot([row[1]], [row[3]], f"C{i}{kinds[kind]}", label=label)
-                right.plot([row[1]], [row[7]], f"C{i}{kinds[kind]}", label=label)
+                right.plot([row[1]], [row[10]], f"C{i}{kinds[kind]}", label=label)
     for kind, mark in list(kinds.items())[1:]:
         right.plot([], [], f"k{mark}", label=kind)
     left.set(xlabel="bytes of a key", ylabel="relative error of the attention output", ylim=(0, None))
