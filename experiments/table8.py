@@ -10,7 +10,7 @@ from torch import Tensor
 
 from experiments import activations
 from experiments.cells import EFORM, Account, Array, Cells, covered, every_head, mix, norm
-from experiments.intervals import over_prompts
+from experiments.intervals import INTERVAL, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
 from experiments.stores import SEED, Attention, Layout, write, write_values
 from experiments.synthetic import BLOCK, DELTA, TAU
@@ -130,12 +130,20 @@ def _rows(account: Account, d: int) -> list[Row]:
 def _tables(account: Account, d: int) -> list[Table]:
     rows: list[tuple[Cell, ...]] = []
     for name, layout in STORES.items():
-        mean = [float(account(name, error).mean()) for error in ("proxy", "output", "keys alone")]
-        shares = [float(covered(account(name, bound)).mean()) for bound in (EFORM, "meter")]
-        fell = [float(account(name, f"fallback, {bound}").mean()) for bound in (EFORM, "meter")]
-        middle = [float(np.median(account(name, value))) for value in ("meter", "true", "bound over error")]
-        source = "radius" if layout.dither else "half_step"
-        rows.append((name, layout.bytes(d), source, *mean, *shares, *fell, *middle))
+        rows.append(
+            (
+                name,
+                layout.bytes(d),
+                "radius" if layout.dither else "half_step",
+                *spread(account(name, "proxy")),
+                *spread(account(name, "output")),
+                float(account(name, "keys alone").mean()),
+                *(cell for bound in (EFORM, "meter") for cell in spread(covered(account(name, bound)))),
+                *(cell for bound in (EFORM, "meter") for cell in spread(account(name, f"fallback, {bound}"))),
+                *spread(account(name, "meter"), np.median),
+                *(float(np.median(account(name, value))) for value in ("true", "bound over error")),
+            )
+        )
     return [
         Table(
             "All stores: mean relative errors, coverage of query heads, fallback of kv heads, medians",
@@ -144,13 +152,20 @@ def _tables(account: Account, d: int) -> list[Table]:
                 "bytes of a key",
                 "source",
                 "error of Σ p k",
+                INTERVAL,
                 "error of the output",
+                INTERVAL,
                 "of it, keys alone",
                 "coverage, e-form",
+                INTERVAL,
                 "coverage, meter",
+                INTERVAL,
                 "fallback, e-form",
+                INTERVAL,
                 "fallback, meter",
+                INTERVAL,
                 "meter",
+                INTERVAL,
                 "true",
                 "output bound over error",
             ),
@@ -165,12 +180,12 @@ def plot(result: Result) -> Figure:
     left, right = figure.subplots(1, 2)
     rows = result.tables[0].rows
     for i, row in enumerate(rows):
-        left.semilogy([row[1]], [row[4]], f"C{i}{'x' if row[2] == 'radius' else 'o'}", label=row[0], markersize=8)
+        left.semilogy([row[1]], [row[5]], f"C{i}{'x' if row[2] == 'radius' else 'o'}", label=row[0], markersize=8)
     left.set(xlabel="bytes of a key", ylabel="relative error of the attention output")
     left.legend(fontsize="small")
     places = np.arange(len(rows))
-    right.barh(places - 0.2, [row[8] for row in rows], 0.4, label="e-form")
-    right.barh(places + 0.2, [row[9] for row in rows], 0.4, label="meter")
+    right.barh(places - 0.2, [row[12] for row in rows], 0.4, label="e-form")
+    right.barh(places + 0.2, [row[14] for row in rows], 0.4, label="meter")
     right.set(xlabel=f"kv heads that fall back at τ = {TAU}")
     right.set_yticks(places, [f"{row[0]} ({row[2]})" for row in rows])
     right.invert_yaxis()
