@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from experiments import decoding, model
 from witcert import haystack
+from witcert.configuration import CalibrationLike
 from witcert.demo import Run, answer, prefill
+from witcert.schemes import Scheme
 from witcert_kernels import StoreLayout
 
 Array = NDArray[np.float64]
@@ -29,9 +31,18 @@ SPECS = tuple(
     )
 )
 UNCOMPRESSED = "uncompressed"
+SEED = 0
 DESCRIPTION = (
     "one made-up number in a text of witcert.haystack, then asked for; greedy, right where it is in the answer"
 )
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A cache that is no registered scheme with the shipped calibration."""
+
+    scheme: str | Scheme
+    calibration: CalibrationLike | None = None
 
 
 @dataclass(frozen=True)
@@ -90,17 +101,38 @@ class Answers:
         return sum(int((meter > tau).sum()) for meter, tau in meters), sum(len(meter) for meter, _ in meters)
 
 
-def ask(specs: Sequence[haystack.Spec], plan: Iterable[tuple[str, float | None]], new_tokens: int) -> Answers:
-    """Answer every prompt uncompressed and under each (scheme, τ)."""
+def ask(
+    specs: Sequence[haystack.Spec],
+    plan: Iterable[tuple[str, float | None]],
+    new_tokens: int,
+    configurations: Mapping[str, Configuration] | None = None,
+) -> Answers:
+    """Answer every prompt uncompressed and under each (scheme, τ).
+
+    A scheme is a name of `configurations` or of `witcert.schemes`; a dither's key is `SEED` plus the prompt's number.
+    """
     network, tokenizer = model.load()
-    fitted, answers = decoding.calibration(), Answers()
+    fitted, answers, known = decoding.calibration(), Answers(), configurations or {}
     plan = [(UNCOMPRESSED, None), *plan]
-    for spec in specs:
+    for i, spec in enumerate(specs):
         prompt = haystack.prompt(tokenizer, spec)
         prefix = prefill(network, prompt.input_ids)
         k, v = prefix.layers[0]
         page_bytes = StoreLayout.page_size * (k.shape[-1] + v.shape[-1]) * k.element_size()
-        for scheme, tau in plan:
-            run = answer(network, tokenizer, prompt, prefix, scheme, tau, fitted, new_tokens, lambda *_: None)
-            answers.add(scheme, Answer(run, tau, page_bytes))
+        for name, tau in plan:
+            made = known.get(name, Configuration(name, fitted))
+            seed = SEED + i if made.scheme == "int8_dither" else None
+            run = answer(
+                network,
+                tokenizer,
+                prompt,
+                prefix,
+                made.scheme,
+                tau,
+                made.calibration,
+                new_tokens,
+                lambda *_: None,
+                seed,
+            )
+            answers.add(name, Answer(run, tau, page_bytes))
     return answers

@@ -6,25 +6,56 @@ from itertools import product
 
 import numpy as np
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from experiments import model, needles
+from experiments import activations, model, needles
 from experiments.intervals import coverage, over_prompts
 from experiments.result import Cell, Result, Row, Table, Violations
 from experiments.synthetic import TAU
-from witcert.schemes import names
+from witcert.calibration import default, fit
+from witcert.schemes import Scheme, fp8_scaled, get, names
 
 NAME = "rescue"
 LOOSE = 5.0
-GATES = (None, TAU, LOOSE)
-QUICK = ("fp8_raw", "rtn8", "kivi2", "kvquant4")
+LOOSELY = ("kivi2", "fp8_raw", "rtn8", "kvquant4", "rtn2", "sign1")  # gated at LOOSE too: the paper's, and what breaks
+PROMPTS = 6
+QUICK = ("fp8_raw", "fp8_scaled", "rtn8", "kivi2", "kvquant4")
 SAFE = 0.99  # coverage that counts as high
+PAIRS = 8
+BYPASS, FP8_BYPASS, MIXED = f"int8, {PAIRS} pairs exact", f"fp8_scaled, {PAIRS} pairs exact", "K int8, V fp8"
+REPAIR = ("fp8_raw", "fp8_scaled", FP8_BYPASS, BYPASS, MIXED)
+
+
+def heaviest_exact(k: Tensor) -> Tensor:
+    """Keys [tokens, kv_heads, d] in scaled FP8, but the heaviest RoPE pairs of each as they are, out of the scale."""
+    weight = k.unflatten(-1, (2, -1)).abs().amax(-2)
+    kept = weight.topk(min(PAIRS, weight.shape[-1] - 1), -1).indices
+    exact = weight.new_zeros(weight.shape).scatter(-1, kept, 1.0).bool().repeat(1, 1, 2)
+    return k.where(exact, fp8_scaled.quantize(k.masked_fill(exact, 0.0)).to(k.dtype))
+
+
+def configurations(quick: bool) -> dict[str, needles.Configuration]:
+    """The later attempts of Figure 3."""
+    rtn8, fp8, shipped = get("rtn8"), get("fp8_scaled"), default().metadata
+    assert isinstance(rtn8, Scheme) and isinstance(fp8, Scheme)
+    layers = fit(activations.calibration_text(quick), bypass=PAIRS, directions=shipped.sketch)
+    return {
+        FP8_BYPASS: needles.Configuration(Scheme(FP8_BYPASS, heaviest_exact, fp8.values, bits=8)),
+        BYPASS: needles.Configuration("int8", layers),
+        MIXED: needles.Configuration(Scheme(MIXED, rtn8.keys, fp8.values, bits=8)),
+    }
 
 
 def run(quick: bool = False) -> Result:
     """Answer the needle prompts under every scheme and gate."""
     schemes = QUICK if quick else tuple(names())
-    specs, new_tokens = (needles.SPECS[:1], 13) if quick else (needles.SPECS, needles.NEW_TOKENS)
-    answers = needles.ask(specs, product(schemes, GATES), new_tokens)
+    specs, new_tokens = (needles.SPECS[:1], 13) if quick else (needles.SPECS[:PROMPTS], needles.NEW_TOKENS)
+    plan: list[tuple[str, float | None]] = [
+        *product(schemes, (None, TAU)),
+        *((name, LOOSE) for name in LOOSELY if name in schemes),
+        *((name, None) for name in REPAIR if name not in schemes),
+    ]
+    answers = needles.ask(specs, plan, new_tokens, configurations(quick))
 
     def within(scheme: str, bound: str) -> list[needles.Array]:
         return [(values <= TAU).astype(float) for values in answers.cells(scheme, None, bound)]
@@ -32,7 +63,7 @@ def run(quick: bool = False) -> Result:
     danger = [(true > TAU).astype(float) for true in answers.cells("kivi2", None, "true_tv")]
     baseline = np.array(answers.right(needles.UNCOMPRESSED))
     missed = checked = 0
-    for scheme in schemes:
+    for scheme in dict.fromkeys(name for name, _ in plan):
         for share, answered, was in zip(within(scheme, "meter"), answers.right(scheme), baseline, strict=True):
             if was and share.mean() >= SAFE:
                 missed, checked = missed + (not answered), checked + 1
@@ -49,6 +80,12 @@ def run(quick: bool = False) -> Result:
             Row(f"{scheme}: coverage by the meter", None, *over_prompts(within(scheme, "meter"))),
             Row(f"{scheme}, gate at τ = {TAU}: right", gated, *coverage(answers.right(scheme, TAU))),
             Row(f"{scheme}, gate at τ = {LOOSE:g}: right", loose, *coverage(answers.right(scheme, LOOSE))),
+        ]
+    for scheme in REPAIR[1:]:
+        rows += [
+            Row(f"{scheme}: right", None, *coverage(answers.right(scheme))),
+            Row(f"{scheme}: coverage by the e-form", None, *over_prompts(within(scheme, "eform"))),
+            Row(f"{scheme}: coverage by the meter", None, *over_prompts(within(scheme, "meter"))),
         ]
     rows += [
         Row("kivi2: cells with true TV > 0.2", 0.219, *over_prompts(danger)),
@@ -67,13 +104,18 @@ def run(quick: bool = False) -> Result:
             "task": needles.DESCRIPTION,
             "new_tokens": f"at most {new_tokens}",
             "tau_of_coverage": TAU,
-            "gates": f"τ = {TAU} (certified), {LOOSE:g} (risk-ranked)",
+            "gates": f"τ = {TAU} (certified), every scheme; τ = {LOOSE:g} (risk-ranked), {', '.join(LOOSELY)}",
             "calibration": "the shipped one, fitted on another text",
-            "dither": "of int8_dither, drawn anew by every request",
+            "attempts": f"Figure 3's, in its order: {'; '.join(REPAIR)}; without a gate",
+            BYPASS: "the pairs by witcert.calibration.fit on the calibration text, with the equaliser and the shipped"
+            " calibration's number of directions",
+            FP8_BYPASS: "of each token and kv head, by magnitude, out of the token's scale",
+            MIXED: "keys of rtn8, values of fp8_scaled",
+            "dither": "of int8_dither, the seed and the prompt's number",
         },
         unit="prompt under each scheme and gate",
         samples=len(specs),
-        seed=None,
+        seed=needles.SEED,
         rows=rows,
         violations=[
             Violations("meter >= true total variation", broken, cells),
@@ -84,6 +126,8 @@ def run(quick: bool = False) -> Result:
             " not break. What breaks here are the schemes of one and two bits: the gate rescues all of them.",
             "The paper's coverages are of 150 RULER prompts, its answers of 24 needle prompts; here both are of the"
             " same prompts. This reader adds a sketch direction to the witness.",
+            "Figure 3's third attempt is read as a bypass in the scaled FP8 keys; the INT8 store's bypass stands beside"
+            " it. The paper gives the figure's bars no numbers.",
         ],
         tables=[
             Table(
@@ -99,7 +143,7 @@ def run(quick: bool = False) -> Result:
                     "pages paged in, %",
                     "cells",
                 ),
-                [_entry(answers, scheme, tau) for scheme, tau in product(schemes, GATES)],
+                [_entry(answers, scheme, tau) for scheme, tau in plan],
             )
         ],
         quick=quick,
@@ -123,36 +167,24 @@ def _entry(answers: needles.Answers, scheme: str, tau: float | None) -> tuple[Ce
 
 
 def plot(result: Result) -> Figure:
-    """Answers and coverage by scheme, and coverage against the score."""
+    """Answers and coverage by scheme (no bar: that gate was not tried), and coverage against the score."""
     rows = [(str(row[0]), str(row[1]), float(row[2] or 0), float(row[3] or 0)) for row in result.tables[0].rows]
     plain = sorted((row for row in rows if row[1] == "none"), key=lambda row: (row[3], row[2]))
     schemes = [row[0] for row in plain]
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     gates = list(dict.fromkeys(row[1] for row in rows))
     for i, gate in enumerate(gates):
-        score = {row[0]: row[2] for row in rows if row[1] == gate}
+        score = dict.fromkeys(schemes, np.nan) | {row[0]: row[2] for row in rows if row[1] == gate}
         name = "no gate" if gate == "none" else f"gate at {gate}"
         left.bar(np.arange(len(schemes)) + 0.28 * (i - 1), [score[s] for s in schemes], 0.26, label=f"right, {name}")
     left.plot(range(len(schemes)), [row[3] for row in plain], "k.-", label="coverage, no gate")
-    left.set_xticks(range(len(schemes)), schemes, rotation=60)
+    left.set_xticks(range(len(schemes)), schemes, rotation=60, ha="right", rotation_mode="anchor")
     left.set_ylim(0, 1.35)
     left.legend(ncols=2, fontsize=8, loc="upper left")
     left.set_ylabel("share of prompts, of cells")
-    labels: dict[tuple[float, float], list[str]] = {}
-    for scheme, _, answered, share in plain:
-        labels.setdefault((round(share, 1), answered), []).append(scheme)
-        right.scatter(share, answered, color="C0", s=20)
-    for (share, answered), together in labels.items():
-        top = answered > 0.9
-        right.annotate(
-            ", ".join(together),
-            (share, answered),
-            (0 if top else 6, 6 if top else 0),
-            textcoords="offset points",
-            fontsize=7,
-            rotation=60 if top else 0,
-        )
-    right.set(xlabel=f"coverage at τ = {TAU}, no gate", ylabel="right, no gate", xlim=(-0.05, 1.25), ylim=(-0.05, 1.55))
-    right.set_yticks(np.linspace(0, 1, 6))
+    for i, (scheme, _, answered, share) in enumerate(plain):
+        right.plot(share, answered, f"C{i % 10}" + "osD^v"[i % 5], fillstyle="none", label=scheme)
+    right.set(xlabel=f"coverage at τ = {TAU}, no gate", ylabel="right, no gate", xlim=(-0.05, 1.05), ylim=(-0.05, 1.05))
+    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

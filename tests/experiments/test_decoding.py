@@ -95,6 +95,23 @@ def test_a_trajectory_repeats_and_its_witness_is_the_stored_residuals(chosen: Pa
     assert (first.all("strain") != other.all("strain")).any()
 
 
+def test_the_heaviest_pairs_are_exact_and_out_of_the_scale() -> None:
+    k = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(0)) / 8
+    heavy = [3, 5, 6, 7, 8, 11, 12, 15]
+    channels = heavy + [pair + 16 for pair in heavy]
+    k[..., channels] += 1e4
+    out = rescue.heaviest_exact(k)
+    assert torch.equal(out[..., channels], k[..., channels])
+    rest = [c for c in range(32) if c not in channels]
+    assert 0 < (out - k)[..., rest].abs().max() < 0.05
+
+
+def test_each_repair_of_fp8_keys_covers_more() -> None:
+    result = committed(rescue)
+    raw, scaled, bypass = (ours(result, f"{name}: coverage by the meter") for name in rescue.REPAIR[:3])
+    assert raw < scaled < bypass
+
+
 def test_a_gate_pages_in_no_more_at_a_larger_threshold() -> None:
     rows = committed(gate_traffic).tables[0].rows
     for scheme in gate_traffic.SCHEMES:
