@@ -184,7 +184,7 @@ def plot(result: Result) -> Figure:
     left.legend(ncols=2, fontsize=8, loc="upper left")
     left.set_ylabel("share of prompts, of cells")
     for i, (scheme, _, answered, share) in enumerate(plain):
-        right.plot(share, answered, f"C{i % 10}" + "osD^v"[i % 5], fillstyle="none", label=scheme)
+        right.plot(share, answered, f"C{i % 10}" + "osD^v<>pPXdh8*H"[i % 15], fillstyle="none", label=scheme)
     right.set(xlabel=f"coverage at τ = {TAU}, no gate", ylabel="right, no gate", xlim=(-0.05, 1.05), ylim=(-0.05, 1.05))
     right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
