@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import chain, combinations
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experiments import activations
 from experiments.cells import EFORM, Account, Cells, covered
-from experiments.intervals import over_prompts
+from experiments.intervals import INTERVAL, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
 from experiments.stores import SEED, Attention, Layout, write
 from experiments.synthetic import DELTA, TAU
@@ -162,10 +162,10 @@ def _tables(
         eform, meter, true = (account(name, bound) for bound in (EFORM, "meter", "true"))
         size = layout.bytes(d)
         source = "radius" if layout.dither else "half_step"
-        shares = [float((bound <= level).mean()) for bound in (eform, meter) for level in (TAU, TAU / 2)]
+        shares = [spread((bound <= level).astype(float)) for bound in (eform, meter) for level in (TAU, TAU / 2)]
         middle = [float(np.median(value)) for value in (eform, meter, true)]
         paper = PAPER[layout.bypass] if name == f"m = {layout.bypass}" else (None, None)
-        rows.append((name, source, size, 1 - size / (2 * d), *paper, *shares, *middle))
+        rows.append((name, source, size, 1 - size / (2 * d), *paper, *chain(*shares), *middle))
     return [
         Table(
             f"Stores (bytes of a key; {GROUP}-channel groups but for “one scale” and the default, {DEFAULT_NAME})",
@@ -177,9 +177,13 @@ def _tables(
                 "Qwen2.5-7B",
                 "Yi-1.5-6B",
                 "coverage, e-form",
+                INTERVAL,
                 f"τ = {TAU / 2}",
+                INTERVAL,
                 "coverage, meter",
+                INTERVAL,
                 f"τ = {TAU / 2}",
+                INTERVAL,
                 "median e-form",
                 "median meter",
                 "median true",
@@ -188,12 +192,12 @@ def _tables(
         ),
         Table(
             f"Are the top pairs the same? Jaccard index over layers and kv heads, of {d // 2} pairs each",
-            ("pairs", "between", "mean", "smallest", "share below 0.5", "two random sets, about"),
+            ("pairs", "between", "mean", INTERVAL, "smallest", "share below 0.5", "two random sets, about"),
             [
                 (
                     top,
                     name,
-                    float(np.mean(index)),
+                    *((float(np.mean(index)), "—") if name == TEXTS else spread(np.array(index))),
                     float(np.min(index)),
                     float((np.array(index) < 0.5).mean()),
                     top / (d - top),
@@ -212,14 +216,14 @@ def plot(result: Result) -> Figure:
     kinds = {
         "": ("radius, e-form (as the paper)", 6, "o-"),
         "in amax": ("the same, bypass still in amax", 6, "x--"),
-        "any query": ("half_step, meter, 32-channel groups", 8, "s-"),
-        "one scale, any query": ("half_step, meter, one scale", 8, "v-"),
+        "any query": ("half_step, meter, 32-channel groups", 10, "s-"),
+        "one scale, any query": ("half_step, meter, one scale", 10, "v-"),
     }
     for kind, (label, column, style) in kinds.items():
         rows = [row for row in result.tables[0].rows if str(row[0]).partition(", ")[2] == kind and row[0] != "default"]
         axes.plot([row[2] for row in rows], [row[column] for row in rows], style, label=label)
     (default,) = (row for row in result.tables[0].rows if row[0] == "default")
-    axes.plot([default[2]], [default[8]], "k*", markersize=12, label=f"default: {DEFAULT_NAME}, half_step, meter")
+    axes.plot([default[2]], [default[10]], "k*", markersize=12, label=f"default: {DEFAULT_NAME}, half_step, meter")
     axes.set(xlabel="bytes of a key ", ylabel=f"coverage at τ = {TAU}")
     axes.legend(fontsize="small")
     return figure
