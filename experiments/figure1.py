@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -10,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from experiments import activations
 from experiments.cells import EFORM, Account, Array, Cells, auc, covered, two_part
-from experiments.intervals import over_prompts
+from experiments.intervals import INTERVAL, Interval, between, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
 from experiments.stores import Attention, observe
 from experiments.synthetic import BOUNDS, TAU
@@ -128,8 +129,33 @@ def _rows(account: Account) -> list[Row]:
         ),
         Row("rtn2: log₁₀ of the e-form, largest", 266.0, float(low.max())),
     ]
-    score = auc(account("sign1", "log10 e-form").ravel(), account("sign1", "true").ravel() > DANGER[0])
-    return [*rows, Row("sign1: area under the ROC curve, e-form", 0.5, score)]
+    return [*rows, Row("sign1: area under the ROC curve, e-form", 0.5, *area(account, "sign1", "log10 e-form"))]
+
+
+def area(account: Account, scheme: str, bound: str, level: float = DANGER[0]) -> tuple[float | None, Interval | None]:
+    """Area under the ROC curve of a bound against true total variation > level, and its interval over prompts.
+
+    None where all cells, or for the interval those of a resample, are of one kind.
+    """
+    scores, danger = account(scheme, bound), account(scheme, "true") > level
+    value = auc(scores.ravel(), danger.ravel())
+    if value is None:
+        return None, None
+    harmless = [np.sort(score[~some]) for score, some in zip(scores, danger, strict=True)]
+    won = np.array(  # pairs of a dangerous cell of one prompt and a harmless one of another that are in order
+        [
+            [sum(np.searchsorted(low, score[some], side).sum() for side in ("left", "right")) / 2 for low in harmless]
+            for score, some in zip(scores, danger, strict=True)
+        ]
+    )
+
+    def statistic(drawn: Array) -> float:
+        some = drawn.astype(int)
+        pairs = danger[some].sum() * (~danger[some]).sum()
+        return float(won[np.ix_(some, some)].sum() / pairs) if pairs else np.nan
+
+    interval = over_prompts(np.arange(float(len(scores)))[:, None], statistic)[1]
+    return value, None if np.isnan(interval).any() else interval
 
 
 def _tables(account: Account, schemes: list[str]) -> list[Table]:
@@ -138,23 +164,26 @@ def _tables(account: Account, schemes: list[str]) -> list[Table]:
     medians: list[tuple[Cell, ...]] = []
     classes: list[tuple[Cell, ...]] = []
     for scheme in schemes:
-        true = account(scheme, "true").ravel()
-        bound = {name: account(scheme, name).ravel() for name in (*ALL, *reported)}
+        true = account(scheme, "true")
+        bound = {name: account(scheme, name) for name in (*ALL, *reported)}
         bound["paper"] = np.minimum(bound[EFORM], bound["two_sided"])
-        dangers = [true > level for level in DANGER]
         judged = ("paper", "rc_tanh", "tanh", "meter", *reported)
-        shares.append((scheme, *(float((bound[name] <= TAU).mean()) for name in judged)))
-        order = ("attained", *reported[::-1], "meter", "sharp", "tanh", "rc_tanh", RETENTION, "two_sided", EFORM)
-        medians.append((scheme, float(np.median(true)), *(float(np.median(bound[name])) for name in order)))
-        missed = int((dangers[0] & (bound[BEST] <= DANGER[0])).sum())
-        alarms = float((bound[BEST] > DANGER[0])[~dangers[0]].mean()) if not dangers[0].all() else None
-        scores = [auc(bound[name], dangers[0]) for name in ("log10 e-form", "meter", BEST)]
-        classes.append((scheme, float(dangers[0].mean()), *scores, auc(bound[BEST], dangers[1]), missed, alarms))
+        shares.append((scheme, *chain(*(spread(covered(bound[name])) for name in judged))))
+        order = ("attained", *reported[-2::-1], "sharp", "tanh", "rc_tanh", RETENTION, "two_sided")
+        certain = chain(*(spread(bound[name], np.median) for name in (BEST, "meter", EFORM)))
+        medians.append((scheme, float(np.median(true)), *certain, *(float(np.median(bound[name])) for name in order)))
+        danger, alarm = true > DANGER[0], bound[BEST] > DANGER[0]
+        areas: list[Cell] = []
+        for name, level in (("log10 e-form", DANGER[0]), ("meter", DANGER[0]), (BEST, DANGER[0]), (BEST, DANGER[1])):
+            value, interval = area(account, scheme, name, level)
+            areas += [value, between(interval)]
+        alarms = float(alarm[~danger].mean()) if not danger.all() else None
+        classes.append((scheme, *spread(danger.astype(float)), *areas, int((danger & ~alarm).sum()), alarms))
     return [
         Table(
             f"Coverage at τ = {TAU}: the paper's min(e-form, two-sided), one-part meter, and what is reported with a"
             " sketch of r directions, the smaller of one and two parts",
-            ("scheme", "paper's", "rc_tanh", "tanh", "meter", *reported),
+            ("scheme", *chain(*((name, INTERVAL) for name in ("paper's", "rc_tanh", "tanh", "meter", *reported)))),
             shares,
         ),
         Table(
@@ -162,15 +191,14 @@ def _tables(account: Account, schemes: list[str]) -> list[Table]:
             (
                 "scheme",
                 "true",
+                *chain(*((name, INTERVAL) for name in (BEST, "meter", "e-form"))),
                 "attained",
-                *reported[::-1],
-                "meter",
+                *reported[-2::-1],
                 "sharp",
                 "tanh",
                 "rc_tanh",
                 RETENTION,
                 "two-sided",
-                "e-form",
             ),
             medians,
         ),
@@ -180,10 +208,8 @@ def _tables(account: Account, schemes: list[str]) -> list[Table]:
             (
                 "scheme",
                 "dangerous",
-                "area, e-form",
-                "area, meter",
-                f"area, {BEST}",
-                f"area > {DANGER[1]}",
+                INTERVAL,
+                *chain(*((f"area, {name}", INTERVAL) for name in ("e-form", "meter", BEST, f"{BEST}, > {DANGER[1]}"))),
                 "missed",
                 "false alarms",
             ),
