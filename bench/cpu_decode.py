@@ -15,7 +15,7 @@ from witcert_kernels import LayerCalibration, PackedPool, StoreLayout, certified
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
 LENGTHS = (1024, 2048, 4096, 8192)
-REPEATS = 30
+REPEATS = 200
 
 
 def measure(length: int) -> dict[str, float]:
@@ -32,13 +32,14 @@ def measure(length: int) -> dict[str, float]:
     pages = torch.arange(length // 64, dtype=torch.int32)[None]
     lengths = torch.tensor([length], dtype=torch.int32)
     keys, values, query = (x.transpose(0, 1)[None].contiguous() for x in (k, v, q))
-    times = interleaved(
-        {
-            "sdpa": lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True),
-            "certified": lambda: certified_decode(q, pool, pages, lengths),
-        },
-        REPEATS,
-    )
+    with torch.no_grad():
+        times = interleaved(
+            {
+                "sdpa": lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True),
+                "certified": lambda: certified_decode(q, pool, pages, lengths),
+            },
+            REPEATS,
+        )
     sdpa, certified = median_ms(times["sdpa"]), median_ms(times["certified"])
     return {"length": length, "sdpa_ms": sdpa, "certified_ms": certified, "ratio": certified / sdpa}
 

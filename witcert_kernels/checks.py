@@ -44,13 +44,13 @@ def check_range(name: str, value: int | float, low: float, high: float, *, open_
         TypeError: not a number.
         ValueError: out of range.
     """
-    wanted = f"a number in {'(' if open_low else '['}{low}, {high}]"
+    kind: type[Exception] = ValueError
     try:
-        inside = (value > low if open_low else value >= low) and value <= high
+        if (value > low if open_low else value >= low) and value <= high:
+            return
     except TypeError:
-        raise TypeError(f"{name}: got {value!r}, wants {wanted}") from None
-    if not inside:
-        raise ValueError(f"{name}: got {value}, wants {wanted}")
+        kind = TypeError
+    raise kind(f"{name}: got {value!r}, wants a number in {'(' if open_low else '['}{low}, {high}]")
 
 
 def check_integer(name: str, value: int, low: int, high: int = 2**31 - 1) -> int:

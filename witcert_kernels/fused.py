@@ -8,12 +8,14 @@ codes are float32, everything else is float64. Rows with numbers that are not fi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
 from . import rounding
@@ -21,7 +23,7 @@ from .philox import GRID_STEP, dither
 from .reader import PackedReader, log_term
 
 MAX_ROWS = 32  # query rows times heads a kv head; with more a matrix product is faster
-LANES = 4  # of them share a pass over the codes
+LANES = (3, 4)  # of them share a pass over the codes
 NEAR = 64  # tokens whose codes are read for all kv heads in turn
 BLOCK = 1024  # tokens whose weighted values are added in float32
 C_MAX = 300.0  # e^2c stays finite
@@ -48,9 +50,18 @@ class Constants(NamedTuple):
     grid_step: float
 
 
+_NAMES = [name.upper() for name in Constants._fields if name != "grid_step"]
+
+
 def _constants() -> Constants:
-    named = {name: getattr(rounding, name.upper()) for name in Constants._fields if name != "grid_step"}
-    return Constants(**named, grid_step=GRID_STEP)
+    return Constants._make([*(getattr(rounding, name) for name in _NAMES), GRID_STEP])
+
+
+@cache
+def _cast(dtype: torch.dtype) -> tuple[float, float, float]:
+    """What a cast to a dtype costs: relative error, absolute error below its normal range; and its largest number."""
+    kind = torch.finfo(dtype)
+    return kind.eps, 2.0**-25 if dtype == torch.float16 else kind.smallest_normal, kind.max
 
 
 ANY_ORDER = {"reassoc", "contract", "nsz"}  # LLVM's liberties: the budget allows them; NaN and Inf keep their meaning
@@ -77,21 +88,28 @@ def exp_parts(x):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=ANY_ORDER)
-def largest_bits(x):  # type: ignore[no-untyped-def]
-    """Bits of the largest \\|x\\|; bits order as the numbers do, those of Inf and NaN above all others."""
-    top = np.int32(0)
-    for t in range(x.shape[0]):
-        top = max(top, np.float32(x[t]).view(np.int32) & np.int32(0x7FFFFFFF))
-    return top
-
-
-@njit(fastmath=ANY_ORDER | {"nnan"})
 def extremes(x):  # type: ignore[no-untyped-def]
-    """Smallest and largest of finite numbers."""
-    low, high = x[0], x[0]
+    """Smallest and largest float32, as bits of a negative NaN < −Inf < numbers < Inf < NaN.
+
+    Integers with the order of the numbers: minima of floats are not vectorised.
+    """
+    low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
     for t in range(x.shape[0]):
-        low, high = min(low, x[t]), max(high, x[t])
-    return low, high
+        bits = np.float32(x[t]).view(np.int32)
+        key = bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
+        low, high = min(low, key), max(high, key)
+    low ^= (low >> 31) & np.int32(0x7FFFFFFF)
+    high ^= (high >> 31) & np.int32(0x7FFFFFFF)
+    return np.int32(low).view(np.float32), np.int32(high).view(np.float32)
+
+
+@njit(fastmath=ANY_ORDER)
+def largest(c):  # type: ignore[no-untyped-def]
+    """The largest of float64 numbers that are not negative."""
+    top = np.int64(0)
+    for t in range(c.shape[0]):
+        top = max(top, np.float64(c[t]).view(np.int64))
+    return np.int64(top).view(np.float64)
 
 
 @njit(fastmath=ANY_ORDER)
@@ -102,6 +120,14 @@ def load_halves(bits, slots, kv_head, out):  # type: ignore[no-untyped-def]
         subnormal = np.float32(half) * np.float32(2.0**-24)
         normal = np.int32((half << 13) + (112 << 23)).view(np.float32)
         out[t] = np.float32(np.inf) if half >= 0x7C00 else subnormal if half < 1024 else normal
+
+
+@njit(fastmath=ANY_ORDER)
+def load_columns(codes, slots, kv_head, out):  # type: ignore[no-untyped-def]
+    """Some slots' sketch or witness codes: out ``[columns, tokens]``."""
+    for i in range(out.shape[0]):
+        for t in range(slots.shape[0]):
+            out[i, t] = np.float32(codes[slots[t], kv_head, i])
 
 
 @njit(fastmath=ANY_ORDER)
@@ -120,9 +146,25 @@ def any_within(numbers, low, high):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=ANY_ORDER)
 def dots(z, codes, slots, kv_head, x):  # type: ignore[no-untyped-def]
-    """z ``[LANES, d]`` times the codes of some slots: x ``[LANES, tokens]``."""
-    z0, z1, z2, z3 = z[0], z[1], z[2], z[3]
-    for t in range(slots.shape[0]):
+    """z ``[3 or 4, d]`` times the codes of some slots: x ``[3 or 4, tokens]``."""
+    z0, z1, z2, z3 = z[0], z[1], z[2], z[z.shape[0] - 1]
+    paired = 0
+    if z.shape[0] == 3:  # two tokens share what is loaded of z
+        paired = slots.shape[0] - slots.shape[0] % 2
+        for t in range(0, paired, 2):
+            code, other = codes[slots[t], kv_head], codes[slots[t + 1], kv_head]
+            s0 = s1 = s2 = o0 = o1 = o2 = np.float32(0)
+            for j in range(z.shape[1]):
+                value, beside = np.float32(code[j]), np.float32(other[j])
+                s0 += z0[j] * value
+                s1 += z1[j] * value
+                s2 += z2[j] * value
+                o0 += z0[j] * beside
+                o1 += z1[j] * beside
+                o2 += z2[j] * beside
+            x[0, t], x[1, t], x[2, t] = s0, s1, s2
+            x[0, t + 1], x[1, t + 1], x[2, t + 1] = o0, o1, o2
+    for t in range(paired, slots.shape[0]):
         code = codes[slots[t], kv_head]
         s0 = s1 = s2 = s3 = np.float32(0)
         for j in range(z.shape[1]):
@@ -131,7 +173,7 @@ def dots(z, codes, slots, kv_head, x):  # type: ignore[no-untyped-def]
             s1 += z1[j] * value
             s2 += z2[j] * value
             s3 += z3[j] * value
-        x[0, t], x[1, t], x[2, t], x[3, t] = s0, s1, s2, s3
+        x[0, t], x[1, t], x[2, t], x[z.shape[0] - 1, t] = s0, s1, s2, s3
 
 
 @njit(fastmath=ANY_ORDER)
@@ -281,10 +323,12 @@ def meter_of(l, a1, a2, c_max, zeta_max, tokens, const):  # type: ignore[no-unty
 
 @njit(fastmath=ANY_ORDER)
 def read_row(  # type: ignore[no-untyped-def]
-    x, s_k, s_v, slots, kv_head, coefficients, a_unit, of_byte, kept, sketch, witness, bypass, first,
-    page_size, tokens, const, c, shares, weights, report,
+    x, s_k, s_v, kv_head, coefficients, a_unit, of_byte, kept, sketch, witness, bypass, first, page_size, tokens,
+    const, c, shares, weights, report,
 ):  # fmt: skip
     """One query row over the tokens from ``first`` on, whose dot products x become weights e^(x − m) s_v.
+
+    sketch ``[r, tokens]`` and witness ``[bands, tokens]`` are this kv head's.
 
     Raises shares ``[pages]``, or none, to the pages' parts of A − 1. Returns l, or 0 where something is not finite.
     report ``[5]``: lse, meter, e-form, risk, Σ p s_v.
@@ -292,7 +336,7 @@ def read_row(  # type: ignore[no-untyped-def]
     half, zeta = coefficients[HALF], coefficients[ZETA]
     for i in range(a_unit.shape[0]):
         for t in range(x.shape[0]):
-            x[t] -= a_unit[i] * np.float32(sketch[slots[t], kv_head, i])
+            x[t] -= a_unit[i] * sketch[i, t]
     for t in range(x.shape[0]):
         x[t] *= s_k[t]
     common = 0.0
@@ -305,29 +349,27 @@ def read_row(  # type: ignore[no-untyped-def]
             x[t] = np.float32(np.float64(x[t]) + extra)
             common = max(common, size)
         common *= (kept.shape[0] + 4) * const.u64 * const.float_up
-    bits = largest_bits(x)
-    if bits >= np.int32(0x7F800000):
-        return 0.0
     low, top = extremes(x)
-    size, spread = np.float64(np.int32(bits).view(np.float32)), min(np.float64(top) - np.float64(low), 104.0)
+    if not (low > -np.inf and top < np.inf):
+        return 0.0
+    size, spread = max(-np.float64(low), np.float64(top)), min(np.float64(top) - np.float64(low), 104.0)
     common += (const.u * (const.logit_adds * size + spread) + const.exp_error) * (1 + 2.0**-10)
+    start = 0.0 if of_byte.shape[0] else half
     for t in range(x.shape[0]):
-        c[t] = half
-    if of_byte.shape[0]:
+        c[t] = start
+    for b in range(of_byte.shape[0]):
         for t in range(x.shape[0]):
-            other = 0.0
-            for b in range(of_byte.shape[0]):
-                other += of_byte[b] * np.float64(witness[slots[t], kv_head, b])
-            c[t] = min(half, other)
+            c[t] += of_byte[b] * np.float64(witness[b, t])
     for t in range(x.shape[0]):
-        c[t] = ((c[t] + zeta + coefficients[SKETCH]) * s_k[t] + common) * const.float_up
-    c_max = extremes(c)[1]
+        c[t] = (((c[t] if c[t] < half else half) + zeta + coefficients[SKETCH]) * s_k[t] + common) * const.float_up
+    c_max = largest(c)
     if c_max > C_MAX:
         return 0.0
     l, a1, a2, rho = moments(x, np.float64(top), c, s_v, weights)  # noqa: E741
     if shares.shape[0]:
         add_shares(x, np.float64(top), c, l, first, page_size, shares)
-    x[:] = weights
+    for t in range(x.shape[0]):
+        x[t] = weights[t]
     report[0] = np.float64(top) + np.log(l) + coefficients[SHIFT]
     report[1], report[2] = meter_of(l, a1, a2, c_max, zeta * extremes(s_k)[1] + common, tokens, const)
     report[3] = np.log1p(a1 / l) * (1 + 2.0**-20)
@@ -345,24 +387,38 @@ def value_error_of(meter, rho, norm, tokens, width, out_error, out_floor, const)
 
 
 def read_sequence(  # type: ignore[no-untyped-def]
-    q, low, high, page_row, page_size, mu, f, u, channels, band, k_codes, k_scale, sketch, witness, bypass, v_codes,
-    v_scale, v_norm, xi, period, log_term, sm_scale, const, out_error, out_floor, limit, out, report, compressed,
-    shares, unread,
+    q, length, causal, window_left, page_row, page_size, mu, f, u, channels, band, k_codes, k_scale, sketch, witness,
+    bypass, v_codes, v_scale, v_norm, xi, period, log_term, sm_scale, const, out_error, out_floor, limit, out, report,
+    compressed, shares, unread,
 ):  # fmt: skip
-    """Query rows ``[rows, heads, d]`` of one sequence, row i over its tokens low[i] … high[i].
+    """Query rows ``[rows, heads, d]`` of one sequence, its last ones; False if a page is not there.
 
-    ``bypass`` is that of the tokens from min(low) on, xi ``[periods, kv_heads, d]`` their dither (no periods: none).
-    A row that is not finite becomes True in unread ``[rows, heads]``.
+    ``bypass`` is that of the tokens from :func:`first_read` on, xi ``[periods, kv_heads, d]`` their dither (no periods:
+    none). A row that is not finite becomes True in unread ``[rows, heads]``. report ``[5, rows, heads]``: lse, meter,
+    e-form, risk, value error.
     """
     rows, heads, d = q.shape
     kv_heads, width = k_codes.shape[1], v_codes.shape[2]
     per_head = heads // kv_heads
+    low, high = np.zeros(rows, np.int64), np.full(rows, length, np.int64)
+    for row in range(rows):
+        position = length - rows + row
+        if causal:
+            high[row] = max(position + 1, 0)
+        if window_left >= 0:
+            low[row] = min(max(position - window_left, 0), high[row])
     start, tokens = low.min(), high.max() - low.min()
+    for page in range(start // page_size, (start + tokens + page_size - 1) // page_size):
+        if page >= page_row.shape[0] or page_row[page] < 0 or page_row[page] >= v_norm.shape[0]:
+            return False
+    if tokens == 0:
+        return True
     slots = np.empty(tokens, np.int64)
     for t in range(tokens):
         slots[t] = np.int64(page_row[(start + t) // page_size]) * page_size + (start + t) % page_size
     lanes = rows * per_head
-    padded = (lanes + LANES - 1) // LANES * LANES
+    together = LANES[0] if lanes % LANES[0] == 0 else LANES[1]
+    padded = (lanes + together - 1) // together * together
     z, x = np.zeros((kv_heads, padded, d), np.float32), np.empty((kv_heads, padded, tokens), np.float32)
     coefficients = np.empty((kv_heads, lanes, COEFFICIENTS))
     a_unit = np.empty((kv_heads, lanes, sketch.shape[2]), np.float32)
@@ -379,14 +435,18 @@ def read_sequence(  # type: ignore[no-untyped-def]
     for first in range(0, tokens, NEAR):
         near = slice(first, min(first + NEAR, tokens))
         for h in range(kv_heads):
-            for i in range(0, lanes, LANES):
-                dots(z[h, i : i + LANES], k_codes, slots[near], h, x[h, i : i + LANES, near])
+            for i in range(0, lanes, together):
+                dots(z[h, i : i + together], k_codes, slots[near], h, x[h, i : i + together, near])
 
     s_k, s_v, c = np.empty(tokens, np.float32), np.empty(tokens, np.float32), np.empty(tokens)
     weights, sums, column = np.empty(tokens, np.float32), np.ones((kv_heads, lanes)), np.empty(5)
+    sketched = np.empty((sketch.shape[2], tokens), np.float32)
+    witnessed = np.empty((witness.shape[2], tokens), np.float32)
     for h in range(kv_heads):
         load_halves(k_scale, slots, h, s_k)
         load_halves(v_scale, slots, h, s_v)
+        load_columns(sketch, slots, h, sketched)
+        load_columns(witness, slots, h, witnessed)
         lost, lost_v = take_lost(s_k), take_lost(s_v)
         norm = 0.0
         for page in range(start // page_size, (start + tokens - 1) // page_size + 1):
@@ -404,19 +464,19 @@ def read_sequence(  # type: ignore[no-untyped-def]
             x[h, i, :begin] = 0
             x[h, i, end:] = 0
             sums[h, i] = read_row(
-                x[h, i, cut], s_k[cut], s_v[cut], slots[cut], h, coefficients[h, i], a_unit[h, i], of_byte[h, i],
-                kept[h, i], sketch, witness, bypass[cut], low[row], page_size, high[row], const, c[cut], shares[h],
-                weights[cut], column,
+                x[h, i, cut], s_k[cut], s_v[cut], h, coefficients[h, i], a_unit[h, i], of_byte[h, i], kept[h, i],
+                sketched[:, cut], witnessed[:, cut], bypass[cut], low[row], page_size, high[row], const, c[cut],
+                shares[h], weights[cut], column,
             )  # fmt: skip
             if sums[h, i] == 0.0:
                 unread[row, head], sums[h, i] = True, 1.0
                 x[h, i] = 0
                 continue
-            report[row, head, 0] = np.float32(column[0])
+            report[0, row, head] = np.float32(column[0])
             for n in range(1, 4):
-                report[row, head, n] = up(column[n])
+                report[n, row, head] = up(column[n])
             error = value_error_of(column[1], column[4], norm, high[row], width, out_error, out_floor, const)
-            report[row, head, 4] = np.inf if any_within(lost_v, begin, end) or not error < np.inf else up(error)
+            report[4, row, head] = np.inf if any_within(lost_v, begin, end) or not error < np.inf else up(error)
             compressed[row, head] = end - begin
 
     part, acc = np.empty((kv_heads, lanes, width), np.float32), np.zeros((kv_heads, lanes, width))
@@ -433,12 +493,13 @@ def read_sequence(  # type: ignore[no-untyped-def]
             for j in range(width):
                 value = min(max(acc[h, i, j] / sums[h, i], -limit), limit)
                 out[i // per_head, h * per_head + i % per_head, j] = np.float32(value)
+    return True
 
 
 class _Compiled:
     """A function compiled when first called, and kept on disk where there is a folder for it."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., bool]) -> None:
         self._options: dict[str, Any] = {"fastmath": ANY_ORDER, "nogil": True}
         self._function = function
         try:
@@ -446,15 +507,20 @@ class _Compiled:
         except RuntimeError:  # no such folder
             self._run = njit(**self._options)(function)
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: Any) -> bool:
         try:
-            self._run(*arguments)
+            return bool(self._run(*arguments))
         except OSError:  # the folder cannot be written to any more; nothing has run yet
             self._run = njit(**self._options)(self._function)
-            self._run(*arguments)
+            return bool(self._run(*arguments))
 
 
 _read_sequence = _Compiled(read_sequence)
+
+
+def first_read(length: int, rows: int, window_left: int) -> int:
+    """The first token that the last ``rows`` rows of a sequence attend to."""
+    return min(max(length - rows - window_left, 0), length) if window_left >= 0 else 0
 
 
 def decode(
@@ -488,56 +554,43 @@ def decode(
     if reader.groups > 1 or reader.groups_v > 1 or all(left_out):
         return otherwise()
     t, page_size, kv_heads = reader.t, reader.page_size, reader.kv_heads
-    stored = [
-        t[name].flatten(0, 1).numpy()
-        if t[name].dtype != torch.float16
-        else t[name].flatten(0, 1).view(torch.int16).numpy()
-        for name in ("k_codes", "k_scale", "sketch", "witness", "v_codes", "v_scale")
-    ]
-    k_codes, k_scale, sketch, witness, v_codes, v_scale = stored
+    k_codes, sketch, witness, v_codes = (_by_slot(t[name]) for name in ("k_codes", "sketch", "witness", "v_codes"))
+    k_scale, v_scale = (_by_slot(t[name]).view(np.int16) for name in ("k_scale", "v_scale"))
     fixed = [t[name].numpy() for name in ("mu", "f", "u", "bypass_channels", "band_of_channel")]
-    kind = torch.finfo(q.dtype)
-    const, cast = _constants(), (kind.eps, 2.0**-25 if q.dtype == torch.float16 else kind.smallest_normal, kind.max)
+    const, cast, v_norm, table = _constants(), _cast(q.dtype), t["v_norm"].numpy(), page_table.contiguous().numpy()
     query = q.to(torch.float64).contiguous().numpy()
-    out = np.zeros((rows, heads, v_codes.shape[2]), np.float32)
-    report, compressed = np.zeros((rows, heads, 5), np.float32), np.zeros((rows, heads), np.int32)
-    report[..., 0] = -np.inf
-    unread = np.zeros((rows, heads), np.bool_)
-    shares = np.zeros((len(lengths), kv_heads, page_table.shape[1] if want_shares else 0), np.float32)
-    period = reader.scalars["dither_period"] if reader.scalars["dither"] else 1
+    out, report = np.zeros((rows, heads, v_codes.shape[2]), np.float32), np.zeros((5, rows, heads), np.float32)
+    report[0] = -np.inf
+    compressed, unread = np.zeros((rows, heads), np.int32), np.zeros((rows, heads), np.bool_)
+    shares = np.zeros((len(lengths), kv_heads, table.shape[1] if want_shares else 0), np.float32)
+    dithered, kept = bool(reader.scalars["dither"]), t["bypass"].shape[-1]
+    period = reader.scalars["dither_period"] if dithered else 1
     xi, bypass = np.zeros((0, kv_heads, d), np.float32), np.zeros((max(lengths, default=0), kv_heads, 0), np.float32)
-    table = page_table.contiguous().numpy()
-    capacity, pages = page_table.shape[1] * page_size, len(t["k_codes"])
     for b, length in enumerate(lengths):
         mine = slice(bounds[b], bounds[b + 1])
         if left_out[b]:
             unread[mine] = True
             continue
-        position = np.arange(length - mine.stop + mine.start, length)
-        high = np.clip(position + 1, 0, length) if causal else np.full(len(position), length)
-        low = np.clip(position - window_left, 0, high) if window_left >= 0 else np.zeros_like(high)
-        if not high.sum():
-            continue
-        start, stop = int(low.min()), int(high.max())
-        used = table[b, start // page_size : (stop - 1) // page_size + 1]
-        if stop > capacity or used.min() < 0 or used.max() >= pages:  # a traced call was not checked
-            raise ValueError(
-                f"page_table: got {used.tolist()} for {stop} tokens of sequence {b}, wants 0..{pages - 1} for each page"
-            )
-        if t["bypass"].shape[-1]:
-            token = torch.arange(start, stop, device="cpu")
-            page = page_table[b, token // page_size].to(torch.int64)
+        start = first_read(length, mine.stop - mine.start, window_left)
+        if kept:
+            token = torch.arange(start, min(length, table.shape[1] * page_size), device="cpu")
+            page = page_table[b, token // page_size].to(torch.int64).clamp(0, len(v_norm) - 1)
             bypass = t["bypass"][page, token % page_size].to(torch.float32).numpy()
-        if reader.scalars["dither"]:
-            periods = torch.arange(start // period, (stop - 1) // period + 1, device="cpu")
+        if dithered:
+            periods = torch.arange(start // period, (length - 1) // period + 1, device="cpu")
             xi = dither(reader.scalars["seed"], reader.scalars["layer"], kv_heads, periods, d).numpy()
-        _read_sequence(
-            query[mine], low, high, table[b], page_size, *fixed, k_codes, k_scale, sketch, witness, bypass,
-            v_codes, v_scale, t["v_norm"].numpy(), xi, period, log_term(length, delta_local), sm_scale, const, *cast,
-            out[mine], report[mine], compressed[mine], shares[b], unread[mine],
+        there = _read_sequence(
+            query[mine], length, causal, window_left, table[b], page_size, *fixed, k_codes, k_scale, sketch, witness,
+            bypass, v_codes, v_scale, v_norm, xi, period, log_term(length, delta_local), sm_scale, const, *cast,
+            out[mine], report[:, mine], compressed[mine], shares[b], unread[mine],
         )  # fmt: skip
-    columns = [torch.from_numpy(report[..., n].copy()) for n in range(5)]
-    outputs = (torch.from_numpy(out).to(q.dtype), *columns, torch.from_numpy(compressed))
+        if not there:  # a traced call was not checked
+            raise ValueError(
+                f"page_table: got {table[b].tolist()} for {length} tokens of sequence {b}, wants 0..{len(v_norm) - 1}"
+                " for each of their pages"
+            )
+    outputs = tuple(torch.from_numpy(x) for x in (out, *report, compressed))
+    outputs = (outputs[0].to(q.dtype), *outputs[1:])
     if not unread.any():
         return *outputs, torch.from_numpy(shares)
     others = otherwise()
@@ -547,3 +600,9 @@ def decode(
     masks = [left[..., None], *(left for _ in outputs[1:]), in_sequence[..., None]]
     found = (*outputs, torch.from_numpy(shares))
     return tuple(torch.where(mask, other, own) for mask, other, own in zip(masks, others, found, strict=True))
+
+
+def _by_slot(pages: Tensor) -> NDArray[Any]:
+    """``[pages, page_size, …]`` as ``[slots, …]``."""
+    x = pages.numpy()
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])

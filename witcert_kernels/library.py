@@ -12,7 +12,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _library = torch.library.Library("witcert", "FRAGMENT")
 
@@ -28,8 +27,11 @@ def op(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., A
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def kernel(*arguments: Any) -> Any:
+            arguments = tuple([x.detach() if getattr(x, "requires_grad", False) else x for x in arguments])
+            if not torch.is_grad_enabled():
+                return function(*arguments)
             with torch.no_grad():
-                return function(*(x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in arguments))
+                return function(*arguments)
 
         _library.define(name + torch.library.infer_schema(function, mutates_args=tuple(mutates_args)))
         for key in ("CPU", "CUDA"):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
+from itertools import pairwise
+from operator import add
 from typing import Any, Literal
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from . import reader, writer
@@ -559,35 +562,39 @@ def _check_values(
     sinks: Tensor | None,
     bias: Tensor | None,
 ) -> None:
-    """Checks that read values: eager on the CPU only, elsewhere they would make the host wait for the device."""
-    page_size = pool.layout.page_size
-    capacity = page_table.shape[1] * page_size
-    if len(seq_lens) and (int(seq_lens.min()) < 0 or int(seq_lens.max()) > capacity):
-        raise ValueError(
-            f"seq_lens: got {int(seq_lens.min())}..{int(seq_lens.max())}, wants 0..{capacity}, what page_table covers"
-        )
-    used = torch.arange(page_table.shape[1], device=seq_lens.device)[None] * page_size < seq_lens[:, None]
-    pages = page_table[used]
-    if pages.numel() and (int(pages.min()) < 0 or int(pages.max()) >= pool.num_pages):
-        raise ValueError(f"page_table: got {int(pages.min())}..{int(pages.max())}, wants 0..{pool.num_pages - 1}")
-    per_row = torch.ones_like(seq_lens)
-    if qo_indptr is not None:
-        per_row = qo_indptr.diff()
-        if int(qo_indptr[0]) != 0 or int(qo_indptr[-1]) != rows or bool((per_row < 0).any()):
-            raise ValueError(f"qo_indptr: got {qo_indptr.tolist()}, wants rising numbers from 0 to {rows}")
-    if k_new is None and bool(((per_row > seq_lens) & (seq_lens > 0)).any()):
+    """Checks that read values: eager on the CPU only, elsewhere they would make the host wait for the device.
+
+    Lists and arrays instead of tensors: a call of torch takes longer than such a check.
+    """
+    page_size, table = pool.layout.page_size, page_table.numpy()
+    capacity, lengths = table.shape[1] * page_size, seq_lens.tolist()
+    if lengths and (min(lengths) < 0 or max(lengths) > capacity):
+        raise ValueError(f"seq_lens: got {min(lengths)}..{max(lengths)}, wants 0..{capacity}, what page_table covers")
+    bounds = range(rows + 1) if qo_indptr is None else qo_indptr.tolist()
+    counts = [stop - start for start, stop in pairwise(bounds)]
+    if bounds[0] != 0 or bounds[-1] != rows or any(count < 0 for count in counts):
+        raise ValueError(f"qo_indptr: got {list(bounds)}, wants rising numbers from 0 to {rows}")
+    if k_new is None and any(count > length > 0 for count, length in zip(counts, lengths, strict=True)):
         raise ValueError("seq_lens: got fewer tokens than query rows, wants as many at least, or k_new and v_new")
+    _check_pages("page_table", table, lengths, page_size, 0, pool.num_pages - 1)
     if exact_pages is not None:
-        slots = exact_pages[used[:, None].expand_as(exact_pages)]
-        count = len(pool.exact.k)
-        if slots.numel() and (int(slots.min()) < -1 or int(slots.max()) >= count):
-            raise ValueError(f"exact_pages: got {int(slots.min())}..{int(slots.max())}, wants -1..{count - 1}")
+        _check_pages("exact_pages", exact_pages.numpy(), lengths, page_size, -1, len(pool.exact.k) - 1)
     if sinks is not None and not bool(sinks.isfinite().all()):
         raise ValueError("sinks: got a number that is not finite, wants finite ones")
     if bias is not None:
-        lengths = seq_lens if k_new is None else seq_lens + per_row
-        longest = int(lengths.max()) if len(lengths) else 0
+        extra = counts if k_new is not None else [0] * len(counts)
+        longest = max(map(add, lengths, extra), default=0)
         if bias.shape[-1] < longest:
             raise ValueError(f"bias: got {bias.shape[-1]} tokens, wants {longest} at least")
         if not bool((bias < float("inf")).all()):
             raise ValueError("bias: got NaN or +Inf, wants finite numbers or -Inf")
+
+
+def _check_pages(name: str, table: NDArray[Any], lengths: list[int], page_size: int, low: int, high: int) -> None:
+    """Raise unless the numbers ``[batch, …, max_pages]`` of all pages that hold tokens are in ``low`` … ``high``."""
+    if not table.size or (table.min() >= low and table.max() <= high):
+        return
+    for numbers, length in zip(table, lengths, strict=True):
+        used = numbers[..., : -(-length // page_size)]
+        if used.size and (used.min() < low or used.max() > high):
+            raise ValueError(f"{name}: got {used.min()}..{used.max()}, wants {low}..{high}")

@@ -234,6 +234,32 @@ def test_exp_is_exact_enough_for_the_budget() -> None:
             assert abs(s * e + (s - 1) - math.expm1(value)) <= 2.0**-50 * math.expm1(value)
 
 
+@pytest.mark.parametrize("odd", [math.nan, -math.nan, math.inf, -math.inf])
+def test_extremes_order_what_is_not_finite_outside(odd: float) -> None:
+    g = np.random.default_rng(0)
+    for numbers in (g.standard_normal(37), -g.random(8), g.random(8), np.array([-0.0, 0.0]), np.array([3e-45, -1e-40])):
+        x = numbers.astype(np.float32)
+        assert fused.extremes(x) == (x.min(), x.max())
+        for at in range(len(x)):
+            y = x.copy()
+            y[at] = odd
+            low, high = fused.extremes(y)
+            assert not (low > -math.inf and high < math.inf)
+    c = np.abs(g.standard_normal(37))
+    assert fused.largest(c) == c.max()
+
+
+@pytest.mark.parametrize("lanes", [3, 4])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 64])
+def test_dots(lanes: int, tokens: int) -> None:
+    g = np.random.default_rng(tokens)
+    z, slots = g.standard_normal((lanes, 20)).astype(np.float32), g.permutation(80)[:tokens]
+    codes = g.integers(-127, 128, (80, 2, 20), dtype=np.int8)
+    x = np.full((lanes, tokens), np.nan, np.float32)
+    fused.dots(z, codes, slots, 1, x)
+    np.testing.assert_allclose(x, z.astype(np.float64) @ codes[slots, 1].T, rtol=1e-5, atol=1e-3)
+
+
 def test_all_halves_are_read_exactly() -> None:
     bits = np.arange(0x7C00, dtype=np.int16)
     out = np.empty(len(bits), np.float32)
