@@ -42,7 +42,8 @@ class PackedQuery:
 def group_rows(q: Tensor, kv_heads: int) -> Tensor:
     """``[n, heads, d] -> [kv_heads, n * G, d]``, row ``i * G + g`` being query row i, head ``kv_head * G + g``."""
     n, heads, d = q.shape
-    return q.view(n, kv_heads, heads // kv_heads, d).transpose(0, 1).reshape(kv_heads, -1, d)
+    per_head = heads // kv_heads
+    return q.view(n, kv_heads, per_head, d).transpose(0, 1).reshape(kv_heads, n * per_head, d)
 
 
 def finite_rows(q: Tensor) -> tuple[Tensor, Tensor]:

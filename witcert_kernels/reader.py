@@ -392,10 +392,13 @@ def exact_tile(
     p = (x - torch.where(m == -INF, 0.0, m)[..., None]).exp()
     l, rise = p.sum(-1, dtype=torch.float64), zeta.expm1() * (1 + 2.0**-40)  # noqa: E741
     moments = Moments(m.to(torch.float64), l, l * rise, l * rise.square(), zeta)
+    acc = (p @ values).to(torch.float64)
+    if not bool(acc.isfinite().all()):  # the sum left float32's range, its mean does not
+        acc = p.to(torch.float64) @ values.to(torch.float64)
     zero = torch.zeros_like(l)
     return Partial(
         moments=moments,
-        acc=(p @ values).to(torch.float64),
+        acc=acc,
         rho=zero,
         zeta_max=zeta,
         m_a=moments.m,

@@ -9,6 +9,7 @@ from torch import Tensor
 from .triton_state import fold, softcap
 from .triton_tiles import (
     ADD_ERROR,
+    FLUSHED,
     SIZES,
     Read,
     U,
@@ -47,7 +48,7 @@ def _tile(
     v = stored.to(tl.float32)
     lost_v = not_finite(v)
     v = tl.where(lost_v[:, None], 0.0, v)
-    norm = tl.maximum(norm, tl.sqrt_rn(tl.sum(v * v, 1)) * (1.0 + (DV + 8) * U))
+    norm = tl.maximum(norm, tl.sqrt_rn(tl.sum(v * v, 1) + DV * FLUSHED) * (1.0 + (DV + 8) * U))
     rho_token = tl.where(lost_v, float("inf"), 0.0)[None, :]
     p, factor, m, l, a1, a2, c_max, rho, m_wide, l_wide = fold(  # noqa: E741
         y, y, lost[None, :] | infinite, rho_token, ok, m, l, a1, a2, c_max, rho, m_wide, l_wide, True, False, INTERPRET

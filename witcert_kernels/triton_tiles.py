@@ -39,6 +39,7 @@ DOT_ERROR = tl.constexpr(rounding.DOT_ERROR)
 U = tl.constexpr(rounding.U)
 LOG2E = tl.constexpr(1.4426950408889634)
 HALF_SCALE = tl.constexpr(16384.0)  # keeps weights clear of float16's underflow
+FLUSHED = tl.constexpr(2.0**-126)  # most that underflow takes from a square
 # arguments that change from call to call: a kernel is compiled once for all of their values
 SIZES = ["batch", "total", "max_pages", "bias_tokens", "window_left", "slots"]
 
@@ -131,7 +132,8 @@ def not_finite(x):
 def dot_error(q, scale, D: tl.constexpr):
     """What, times a key's norm, bounds the rounding of its logit; q ``[rows, DP]``."""
     wide = q.to(tl.float32)
-    return tl.sqrt_rn(tl.sum(wide * wide, 1)) * (scale * (D * (U if q.dtype == tl.float32 else DOT_ERROR) + 16 * U))
+    norm = tl.sqrt_rn(tl.sum(wide * wide, 1) + D * FLUSHED)
+    return norm * (scale * (D * (U if q.dtype == tl.float32 else DOT_ERROR) + 16 * U))
 
 
 @triton.jit
@@ -166,13 +168,13 @@ def key_logits(
             k_part = tl.load(at, mask=(here & (lost == 0))[:, None] & (part < D)[None, :], other=0.0).to(tl.float32)
             y = tl.dot(q_part, tl.trans(k_part), y, input_precision="ieee")
         y *= scale
-        error = q_error * tl.sqrt_rn(tl.max(tl.sum(k * k, 1), 0))
+        error = q_error * tl.sqrt_rn(tl.max(tl.sum(k * k, 1), 0) + D * FLUSHED)
     else:
         if INTERPRET:
             y = tl.dot(q.to(tl.float32), tl.trans(k), input_precision="ieee") * scale
         else:
             y = tl.dot(q, tl.trans(k.to(q.dtype))) * scale
-        error = q_error * tl.sqrt_rn(tl.max(tl.sum(k * k, 1), 0))
+        error = q_error * tl.sqrt_rn(tl.max(tl.sum(k * k, 1), 0) + D * FLUSHED)
     return y, error, lost
 
 

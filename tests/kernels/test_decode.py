@@ -291,6 +291,13 @@ def test_a_finite_logit_that_overflows_is_meter_one(part: str, sign: float, cap:
     assert bool(out.isfinite().all()) and not bool(cert.value_error.isnan().any())
 
 
+def test_a_bias_over_no_token() -> None:
+    pool = PackedPool(StoreLayout(2, 8, 8), 1)
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    out, lse, cert = certified_decode(torch.ones(1, 4, 8), pool, table, lengths, bias=torch.zeros(1, 4, 0))
+    assert bool((out == 0).all()) and bool((lse == -math.inf).all()) and bool((cert.meter == 0).all())
+
+
 def test_cancellation_inside_a_float64_sum_is_in_the_budget() -> None:
     big = 2.0**30
     calibration = LayerCalibration(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 from tests.kernels.oracle import Case, exact_logits, make_case, softmax, stored_logits
-from witcert_kernels import Budget, StoreLayout
+from witcert_kernels import Budget, PackedPool, StoreLayout
 from witcert_kernels.query import group_rows, packed_query
 from witcert_ref import bounds, golden
 
-from .backends import decode_triton, slack, stored_bounds
+from .backends import Result, decode_torch, decode_triton, slack, stored_bounds
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, under the interpreter
 
@@ -98,3 +100,18 @@ def test_query_in_digits() -> None:
             (grouped(got.radius_square) / LOG2E, want.radius_square),
         ):
             torch.testing.assert_close(mine, theirs.double() * LOG2E, rtol=3e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2.0**-80, 1.0, 2.0**126])
+@pytest.mark.parametrize("decode", [decode_torch, decode_triton])
+def test_value_error_covers_exact_values_of_any_size(decode: Callable[..., Result], size: float) -> None:
+    """Squares of the small ones are below float32's range, a sum of the large ones is above it."""
+    g = torch.Generator().manual_seed(5)
+    pool = PackedPool(StoreLayout(1, 8, 4), 1)
+    q, k = (torch.randn(9, 1, 8, generator=g) for _ in range(2))
+    v = size * (1 + torch.rand(9, 1, 4, generator=g))
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    out, _, cert = decode(q, pool, table, lengths, torch.tensor([0, 9], dtype=torch.int32), k, v)
+    logits = (q[:, 0].double() @ k[:, 0].double().T * 8**-0.5).masked_fill(torch.ones(9, 9).triu(1) > 0, -torch.inf)
+    error = (logits.softmax(-1) @ v[:, 0].double() - out[:, 0].double()).norm(dim=-1)
+    assert bool((error <= cert.value_error[:, 0]).all()) and bool((error > 0).any())
