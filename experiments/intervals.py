@@ -40,16 +40,36 @@ def over_prompts(
     other."""
     rng = np.random.default_rng(0)
     drawn = rng.integers(len(samples), size=(1000, len(samples)))
-    values = [float(np.asarray(statistic(np.concatenate([np.ravel(samples[i]) for i in some])))) for some in drawn]
+    if statistic is np.mean:  # of whole prompts, so their sums do
+        sums, sizes = (np.array([float(f(x)) for x in samples]) for f in (np.sum, np.size))
+        values = sums[drawn].sum(1) / sizes[drawn].sum(1)
+    else:
+        values = [float(np.asarray(statistic(np.concatenate([np.ravel(samples[i]) for i in some])))) for some in drawn]
     low, high = np.quantile(values, (0.025, 0.975))
     return float(np.asarray(statistic(np.concatenate([np.ravel(x) for x in samples])))), (float(low), float(high))
 
 
 def spread(
     samples: Sequence[NDArray[np.float64]] | NDArray[np.float64], statistic: Callable[..., object] = np.mean
-) -> tuple[float, str]:
-    """`over_prompts` as two cells of a table: the statistic, and its interval."""
-    value, interval = over_prompts(samples, statistic)
+) -> tuple[float | None, str]:
+    """A statistic and its interval as two cells of a table: `over_prompts`, or `bootstrap` of an array [n].
+
+    Without an interval for one sample, without either for none, or where a prompt has no cell.
+    """
+    if isinstance(samples, np.ndarray) and samples.ndim == 1:
+        if len(samples) < 2:
+            return (float(samples[0]) if len(samples) else None), between(None)
+        value, interval = bootstrap(samples, statistic)
+    elif all(map(len, samples)):
+        value, interval = over_prompts(samples, statistic)
+    else:
+        return None, between(None)
+    return value, between(interval)
+
+
+def share_of(passed: ArrayLike) -> tuple[float, str]:
+    """`coverage` as two cells of a table."""
+    value, interval = coverage(passed)
     return value, between(interval)
 
 

@@ -30,6 +30,7 @@ BOUNDS: dict[str, Callable[[Array, Array], Array]] = {
     "two_sided": bounds.two_sided,
     "rc_tanh": bounds.rc_tanh,
     "tanh": bounds.tanh,
+    "phi": bounds.phi,
     "sharp": bounds.sharp,
     "meter": bounds.meter,
     "attained": lambda p, c: bounds.worst_case_lower(p, c)[0],

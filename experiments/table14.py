@@ -8,7 +8,8 @@ from itertools import product
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.intervals import bootstrap, coverage
+from experiments.beside import every_bound
+from experiments.intervals import INTERVAL, bootstrap, coverage, share_of, spread
 from experiments.result import Cell, Result, Row, Table, Violations, comparison
 from experiments.synthetic import (
     BLOCK,
@@ -71,6 +72,11 @@ def compare(found: dict[tuple[Setting, int, str, str], Array], at: Setting, toke
     return rows
 
 
+def _beside(at: Setting, pairs: int, kind: str) -> bool:
+    """Where all bounds are computed: every budget and rounding in the two settings, dither with 4 pairs in all."""
+    return at in (PLAIN, INFERRED) or (pairs == 4 and kind == "dither")
+
+
 def run(quick: bool = False) -> Result:
     """Coverage and error of both roundings at three budgets, over the scale of the queries and the split of δ."""
     tokens, stores = (4096, 1) if quick else (32768, 4)
@@ -83,41 +89,37 @@ def run(quick: bool = False) -> Result:
         xi = token_dither(seed, tokens, HEAD_DIM)
         for pairs, (kind, proxy) in product(PAPER, KINDS.items()):
             store = block_store(k, bypass=pairs, levels=DITHER_LEVELS, xi=xi, subtract=kind == "dither")
-            wanted = BOUNDS if pairs == 4 and kind == "dither" else ("eform (paper)", "meter")
             for scale, split in settings:
                 q = scale * base
                 cells = attend(q, k, store, store.radius(q, delta_local(DELTA, *SPLITS[split]), proxy))
-                values = {name: BOUNDS[name](cells.p_tilde, cells.c) for name in wanted}
+                values = {
+                    name: BOUNDS[name](cells.p_tilde, cells.c)
+                    for name in (BOUNDS if _beside((scale, split), pairs, kind) else ("eform (paper)", "meter"))
+                }
                 broken, bounded = map(sum, zip((broken, bounded), unsound(values, cells.tv), strict=True))
                 outside, checks = outside + int(cells.outside().sum()), checks + QUERIES
                 for name, value in {"error": cells.output_error, "true": cells.tv, **values}.items():
                     parts.setdefault(((scale, split), pairs, kind, name), []).append(value)
     found = {key: np.concatenate(values) for key, values in parts.items()}
 
-    def mean(at: Setting, pairs: int, kind: str, name: str) -> float:
-        return float(found[at, pairs, kind, name].mean())
-
-    def share(at: Setting, pairs: int, kind: str, name: str) -> float:
-        return float((found[at, pairs, kind, name] <= TAU).mean())
-
-    def median(at: Setting, pairs: int, kind: str, name: str) -> float:
-        return float(np.median(found[at, pairs, kind, name]))
-
     sweep: list[tuple[Cell, ...]] = [
         (
             *at,
             pairs,
-            *(share(at, pairs, kind, "eform (paper)") for kind in KINDS),
-            median(at, pairs, "dither", "eform (paper)"),
+            *(x for kind in KINDS for x in share_of(found[at, pairs, kind, "eform (paper)"] <= TAU)),
+            *spread(found[at, pairs, "dither", "eform (paper)"], np.median),
             float(found[at, pairs, "dither", "eform (paper)"].max()),
-            *(mean(at, pairs, kind, "error") for kind in KINDS),
+            *(x for kind in KINDS for x in spread(found[at, pairs, kind, "error"])),
         )
         for at in settings
         for pairs in PAPER
     ]
-    names = ("true", *BOUNDS)
-    medians: list[tuple[Cell, ...]] = [(*at, *(median(at, 4, "dither", name) for name in names)) for at in settings]
-    shares: list[tuple[Cell, ...]] = [(*at, *(share(at, 4, "dither", name) for name in names)) for at in settings]
+    beside = {
+        (*at, pairs, kind): {name: found[at, pairs, kind, name] for name in BOUNDS}
+        for at in settings
+        for pairs, kind in product(PAPER, KINDS)
+        if _beside(at, pairs, kind)
+    }
     return Result(
         NAME,
         "Tables 14 and 15: dither, stochastic rounding, outlier budget",
@@ -163,16 +165,20 @@ def run(quick: bool = False) -> Result:
                     "split",
                     "m",
                     "coverage, dither",
+                    INTERVAL,
                     "coverage, stochastic",
+                    INTERVAL,
                     "median e-form",
+                    INTERVAL,
                     "largest e-form",
                     "error, dither",
+                    INTERVAL,
                     "error, stochastic",
+                    INTERVAL,
                 ),
                 sweep,
             ),
-            Table("Medians of every bound, dither, m = 4", ("scale", "split", *names), medians),
-            Table("Coverage at τ by every bound, dither, m = 4", ("scale", "split", *names), shares),
+            *every_bound(("scale", "split", "m", "rounding"), beside),
         ],
         quick=quick,
     )
@@ -184,7 +190,7 @@ def plot(result: Result) -> Figure:
     for axes, split in zip(figure.subplots(1, 2, sharey=True), SPLITS, strict=True):
         for i, (pairs, paper) in enumerate(PAPER.items()):
             points = np.array(
-                [(row[0], *row[3:5]) for row in result.tables[1].rows if row[1:3] == (split, pairs)], float
+                [(row[0], row[3], row[5]) for row in result.tables[1].rows if row[1:3] == (split, pairs)], float
             )
             axes.plot(points[:, 0], points[:, 1], f"C{i}o-", label=f"dither, m = {pairs}")
             axes.plot(points[:, 0], points[:, 2], f"C{i}x--", label=f"stochastic, m = {pairs}")

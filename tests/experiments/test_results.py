@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from experiments import adaptive, counterexample, documentation, intervals, loop, memory, table5, table14
+from experiments import adaptive, counterexample, documentation, intervals, loop, memory, synthetic, table5, table14
 from experiments.__main__ import EXPERIMENTS, SYNTHETIC, app
 from experiments.result import RESULTS, Row, load, number, versions
 from experiments.synthetic import implied
@@ -84,14 +85,14 @@ def test_only_leaving_the_amax_lowers_the_meter(quick: Path) -> None:
 
 
 def test_stochastic_rounding_costs_a_wider_radius(quick: Path) -> None:
-    sweep = np.array([row[3:5] for row in load(quick / "table14.json")[0].tables[1].rows], float)
+    sweep = np.array([row[3:6:2] for row in load(quick / "table14.json")[0].tables[1].rows], float)
     assert (sweep[:, 1] <= sweep[:, 0]).all() and (sweep[:, 1] < sweep[:, 0]).any()
 
 
 def test_scale_3_is_the_one_with_the_papers_errors() -> None:
     sweep = [row for row in load(RESULTS / "table14.json")[0].tables[1].rows if row[1] == "model"]
     for pairs, (_, *errors, _, _, _, _) in table14.PAPER.items():
-        ours = np.array([(row[0], *row[7:9]) for row in sweep if row[2] == pairs], float)
+        ours = np.array([(row[0], row[10], row[12]) for row in sweep if row[2] == pairs], float)
         assert (ours[np.abs(ours[:, 1:] / errors - 1).argmin(0), 0] == table14.INFERRED[0]).all()
 
 
@@ -114,3 +115,45 @@ def test_an_unknown_name_is_refused() -> None:
 @pytest.mark.parametrize(("value", "text"), [(None, "—"), (0.049834, "0.04983"), (4753408, "4,753,408"), ("a", "a")])
 def test_numbers_as_text(value: float | str | None, text: str) -> None:
     assert number(value) == text
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, int]]:
+    """Violations that `memory` counts over two blocks."""
+    monkeypatch.setattr(memory, "TOKENS", 2 * synthetic.BLOCK)
+    return lambda: {entry.claim: entry.count for entry in memory.run().violations}
+
+
+def test_a_wrong_formula_of_bytes_is_counted(
+    short: Callable[[], dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(short().values()) == {0}
+    honest = memory.block_bytes
+    monkeypatch.setattr(memory, "block_bytes", lambda *args: honest(*args) + 1)
+    assert list(short().values()) == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["copied_bytes", "pack"])
+def test_bytes_beyond_the_formula_are_counted(
+    short: Callable[[], dict[str, int]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    honest = getattr(memory, name)
+    extra = {"copied_bytes": lambda *args: honest(*args) + 1, "pack": lambda *args: honest(*args) | {"x": np.zeros(1)}}
+    monkeypatch.setattr(memory, name, extra[name])
+    assert list(short().values()) == [1, 0]
+
+
+def test_keys_beyond_half_a_step_are_counted(
+    short: Callable[[], dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = memory.pack
+
+    def planted(k: np.ndarray, xi: np.ndarray) -> dict[str, np.ndarray]:
+        store = honest(k, xi)
+        store["codes"][0, 3] += np.where(store["codes"][0, 3] < 127, 2, -2).astype(np.int8)  # a token, by two steps
+        store["values"][1, 5, 0] += 1  # one exact value, which has no step to be off by
+        return store
+
+    monkeypatch.setattr(memory, "pack", planted)
+    exact = 2 * memory.PAIRS
+    assert list(short().values()) == [0, memory.HEAD_DIM - exact + 1]

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from experiments import synthetic
+from experiments.beside import every_bound
+from experiments.intervals import share_of, spread
 from experiments.synthetic import BLOCK, DITHER_LEVELS, NEAREST_LEVELS, attend, block_store, gaussian, token_dither
 from witcert_ref import bounds
 from witcert_ref.store import bypass_channels, select_bypass
@@ -79,3 +81,23 @@ def test_an_unsound_bound_is_counted() -> None:
     values = {name: bound(p, c) for name, bound in synthetic.BOUNDS.items()}
     assert synthetic.unsound(values, tv) == (0, 2 * (len(values) - 1))
     assert synthetic.unsound({"dispersion": bounds.dispersion_unsound(p, c)}, tv) == (1, 1)
+
+
+def test_every_bound_has_its_interval_and_none_is_below_what_is_attained() -> None:
+    rng = np.random.default_rng(0)
+    p, c = rng.dirichlet(np.ones(20), 60), rng.exponential(0.2, (60, 20))
+    values = {name: bound(p, c) for name, bound in synthetic.BOUNDS.items()}
+    prompts = {name: value.reshape(6, 10) for name, value in values.items()}
+    within, over = every_bound(("store", "bits"), {("a", 8): values, ("b", 4): prompts})
+    assert within.header == ("store", "bits", *synthetic.BOUNDS) and over.header == within.header[:-1]
+    for i, name in enumerate(within.header[2:], 2):
+        passed = values[name] <= synthetic.TAU
+        for row, (share, interval) in zip(
+            within.rows, (share_of(passed), spread(passed.reshape(6, 10).astype(float))), strict=True
+        ):
+            assert row[i] == f"{share:.4g} ({interval})" and share is not None
+    for row in over.rows:
+        ratios = [float(str(cell).split()[0]) for cell in row[2:]]
+        assert min(ratios) == ratios[-1] >= 1, "the meter"
+    assert every_bound((), {(): {name: np.zeros(3) for name in values}})[1].rows == [("1 (1 – 1)",) * (len(values) - 1)]
+    assert spread(np.array([0.5]), np.median) == (0.5, "—") and spread([np.ones(2), np.ones(0)]) == (None, "—")
