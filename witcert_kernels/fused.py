@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import rounding
+from .compiled import Compiled
 from .philox import GRID_STEP, dither
 from .reader import PackedReader, log_term
 
@@ -496,26 +497,7 @@ def read_sequence(  # type: ignore[no-untyped-def]
     return True
 
 
-class _Compiled:
-    """A function compiled when first called, and kept on disk where there is a folder for it."""
-
-    def __init__(self, function: Callable[..., bool]) -> None:
-        self._options: dict[str, Any] = {"fastmath": ANY_ORDER, "nogil": True}
-        self._function = function
-        try:
-            self._run = njit(cache=True, **self._options)(function)
-        except RuntimeError:  # no such folder
-            self._run = njit(**self._options)(function)
-
-    def __call__(self, *arguments: Any) -> bool:
-        try:
-            return bool(self._run(*arguments))
-        except OSError:  # the folder cannot be written to any more; nothing has run yet
-            self._run = njit(**self._options)(self._function)
-            return bool(self._run(*arguments))
-
-
-_read_sequence = _Compiled(read_sequence)
+_read_sequence = Compiled(read_sequence, fastmath=ANY_ORDER)
 
 
 def first_read(length: int, rows: int, window_left: int) -> int:

@@ -86,6 +86,10 @@ def _quantize_packed(
         from . import triton_writer
 
         triton_writer.write_packed(*arguments)
+    elif use_numba(k.device):
+        from . import fused_writer
+
+        fused_writer.write_packed(*arguments)
     else:
         with full_precision(k.device):
             writer.write_packed(*arguments)

@@ -23,6 +23,12 @@ from .oracle import make_case, random_calibration
 DIMS = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (576, 512)]
 
 
+@pytest.fixture(autouse=True, params=["", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, and with torch's own ops."""
+    monkeypatch.setenv("WITCERT_BACKEND", request.param)
+
+
 def rational(x: torch.Tensor) -> list[Fraction]:
     return [Fraction(v) for v in x.double().tolist()]
 

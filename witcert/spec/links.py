@@ -9,9 +9,23 @@ from pathlib import Path
 from witcert.spec.guard import AXIOMS
 from witcert_ref.spec import Theorem, claims, load
 
+_CODES = ("abs_code_le", "abs_dequantize_sub_le", "abs_residual_le")
+_LOGITS = (
+    *("abs_corrected_error_le", "abs_logit_error_le", "abs_logit_error_le_half_step"),
+    *("abs_scale_sum_le_half_step", "tierB_all_tokens", "tierB_token"),
+)
+_METER = (
+    *("expVar_eq", "meter_le_eform", "min_one_sharp_mono", "phi_mono", "tv_softmax_le_meter", "tv_tilt_le_eform"),
+    *("tv_tilt_le_meter", "tv_tilt_le_phi", "tv_tilt_le_sharp", "tv_tilt_le_tanh"),
+)
+
 _INSTANTIATED_BY = {
     "witcert.gate.over": ("any_of_group",),
     "witcert_kernels.budget.Budget": ("deltaLocal_budget", "request_budget", "request_budget_frac"),
+    "witcert_kernels.fused.meter_of": (*_METER, "tv_softmax_le_meter_of_rounding"),
+    "witcert_kernels.fused.prepare": _LOGITS,
+    "witcert_kernels.fused.value_error_of": ("abs_add_le_of_rounding", "output_error_le", "output_rounding_le"),
+    "witcert_kernels.fused_writer.quantize": _CODES,
     "witcert_kernels.layout.bands": ("bandNorm_rope",),
     "witcert_kernels.ops.certified_decode": (
         *("halfStep_certificate", "read_certificate", "sketch_certificate"),
@@ -21,24 +35,18 @@ _INSTANTIATED_BY = {
     "witcert_kernels.reader.ObservatoryReader.tile": (
         *("abs_corrected_error_le", "abs_logit_error_le", "tv_softmax_le_known_add_meter"),
     ),
-    "witcert_kernels.reader.PackedReader.tile": (
-        *("abs_corrected_error_le", "abs_logit_error_le", "abs_logit_error_le_half_step"),
-        *("abs_scale_sum_le_half_step", "tierB_all_tokens", "tierB_token"),
-    ),
+    "witcert_kernels.reader.PackedReader.tile": _LOGITS,
     "witcert_kernels.reader.exact_tile": ("tv_tilt_eq_zero_of_all_repaired", "tv_tilt_le_meter_of_repaired"),
     "witcert_kernels.reader.softcap": ("abs_softcap_sub_le",),
     "witcert_kernels.rounding": ("flSum_div_le_sum", "sum_le_flSum_div"),
-    "witcert_kernels.state.Moments.meter": (
-        *("expVar_eq", "meter_le_eform", "min_one_sharp_mono", "phi_mono", "tv_softmax_le_meter", "tv_tilt_le_eform"),
-        *("tv_tilt_le_meter", "tv_tilt_le_phi", "tv_tilt_le_sharp", "tv_tilt_le_tanh"),
-    ),
+    "witcert_kernels.state.Moments.meter": _METER,
     "witcert_kernels.state.finish": (
         *("abs_add_le_of_rounding", "output_error_le", "output_rounding_le", "tv_softmax_le_known_add_meter"),
         *("tv_softmax_le_meter_of_rounding", "tv_tilt_le_relative_deviation"),
     ),
     "witcert_kernels.state.merge": ("merge_splits",),
-    "witcert_kernels.triton_writer.write_packed": ("abs_code_le", "abs_dequantize_sub_le", "abs_residual_le"),
-    "witcert_kernels.writer.write_packed": ("abs_code_le", "abs_dequantize_sub_le", "abs_residual_le"),
+    "witcert_kernels.triton_writer.write_packed": _CODES,
+    "witcert_kernels.writer.write_packed": _CODES,
 }
 
 KERNELS: dict[str, tuple[str, ...]] = {}
