@@ -553,6 +553,8 @@ def decode(
         if left_out[b]:
             unread[mine] = True
             continue
+        if mine.start == mine.stop:
+            continue
         start = first_read(length, mine.stop - mine.start, window_left)
         if kept:
             token = torch.arange(start, min(length, table.shape[1] * page_size), device="cpu")

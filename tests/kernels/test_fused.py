@@ -277,3 +277,12 @@ def test_rounding_up() -> None:
     y = np.array([fused.up(value) for value in [0.0, *x]])
     assert (y[1:] >= x).all() and y[0] == 0
     assert (y[1:] <= np.nextafter(x.astype(np.float32), np.float32(np.inf))).all()
+
+
+@pytest.mark.parametrize("counts", [[0, 3, 0], [3, 0, 0], [0, 0, 0]])
+def test_sequences_without_rows(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
+    case = make_case(14, StoreLayout(2, 64, 64, page_size=16), [40, 40, 40], heads=4)
+    indptr = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+    mine, its = both(monkeypatch, case, query(case, sum(counts)), qo_indptr=indptr)
+    torch.testing.assert_close(mine[0], its[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine[2].meter, its[2].meter, rtol=1e-4, atol=1e-6)
