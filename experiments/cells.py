@@ -93,6 +93,20 @@ class Account:
                 found[0] += int((~(bound >= truth)).sum())
                 found[1] += truth.size
 
+    def bounds(self, cells: Cells, every: bool, kind: str = "") -> dict[str, Array]:
+        """E-form, rc_tanh and meter of cells, or every one of `BOUNDS`, checked against what they bound; c too."""
+        values = cells.values(BOUNDS if every else (EFORM, "rc_tanh", "meter"))
+        sound = [value for name, value in values.items() if name != "attained"]
+        self.check(f"{kind}every bound >= true total variation", sound, [cells.tv])
+        self.check(f"{kind}every bound >= attained total variation", sound, [values[n] for n in ("attained",) if every])
+        self.check(f"{kind}c >= every logit error", [cells.c], [np.abs(cells.eps)])
+        return values
+
+    def beside(self, store: str, prompts: Iterable[int] | None = None) -> dict[str, Array]:
+        """All `BOUNDS` of a store, [prompts, cells] each."""
+        kept = None if prompts is None else list(prompts)
+        return {name: self(store, name, kept) for name in BOUNDS}
+
     def violations(self) -> list[Violations]:
         """All claims that were checked."""
         return [Violations(claim, count, checks) for claim, (count, checks) in self._counts.items()]

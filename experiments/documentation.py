@@ -29,6 +29,13 @@ c comes from `half_step` (half a quantisation step of every channel) or `witness
 each key), which hold for any query, or from `radius` (the paper's Tier B), which holds with probability 1 − δ for
 queries that do not depend on the dither: here independent draws, or those of a fixed text.
 
+A store keeps codes of 8 bits and one scale for each key, unless it says otherwise. An `equaliser` shifts and scales
+channels as a calibration on another text says; `sketch r` keeps r coordinates of each key's rounding error along the
+directions of that text's queries and corrects the logit; `witness b` keeps the norms of that error in b bands of
+channels; `bypass m` keeps m RoPE pairs exact; a dither is drawn for so many tokens and subtracted on reading. Names
+such as rtn8, kivi2 or fp8_raw are schemes of `witcert.schemes`, whose keys are only observed. `queue@2048` is the
+first 2,048 tokens of a text; a needle prompt has about as many as its name says.
+
 The paper's numbers are e-forms; ours beside them are the same. The tables below each comparison put the sharper bounds
 next to it. Experiments that decode with the model know the e-form and the meter, which the cache reports; “every
 bound” is in the others. Violations are counted with tolerance 0.

@@ -6,6 +6,7 @@ Shapes: kv heads first, then the rows of all query heads of a group (head by hea
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import log
 
 import torch
@@ -59,7 +60,7 @@ class Attention:
             meta.rotary_dim,
         )
 
-    @property
+    @cached_property
     def logits(self) -> Tensor:
         """Exact logits [kv_heads, rows, tokens]."""
         return (self.sm_scale * self.q @ self.k.transpose(1, 2)).masked_fill(self.hidden, NOWHERE)
@@ -201,7 +202,12 @@ def dither_of(layout: Layout, index: int, kv_heads: int, tokens: int, d: int, se
     if not layout.dither:
         return 0.0
     period = torch.arange(tokens) // layout.dither
-    return dither(seed, index, kv_heads, period.unique(), d).to(torch.float64)[period].transpose(0, 1)
+    return _dither(seed, index, kv_heads, int(period[-1]) + 1, d).to(torch.float64)[period].transpose(0, 1)
+
+
+@lru_cache(maxsize=64)  # keys and values of all layers
+def _dither(seed: int, index: int, kv_heads: int, periods: int, d: int) -> Tensor:
+    return dither(seed, index, kv_heads, torch.arange(periods), d)
 
 
 def write(
