@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -281,11 +282,10 @@ class LayerStore:
 
     def _tokens(self, begin: Sequence[int], end: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Sequence and position of the tokens ``begin[b] … end[b]`` of every sequence b, int64 ``[n]`` each."""
-        counts = torch.tensor([e - b for b, e in zip(begin, end, strict=True)])
-        sequences = torch.arange(len(counts)).repeat_interleave(counts)
-        first = counts.cumsum(0) - counts
-        positions = torch.arange(int(counts.sum())) - first[sequences] + torch.tensor(list(begin))[sequences]
-        return to_device(sequences, self.pool.device), to_device(positions, self.pool.device)
+        sequences = np.repeat(np.arange(len(begin)), np.subtract(end, begin))
+        positions = np.concatenate([np.arange(b, e) for b, e in zip(begin, end, strict=True)])
+        device = self.pool.device
+        return to_device(torch.from_numpy(sequences), device), to_device(torch.from_numpy(positions), device)
 
     def _observe(self, k: Tensor, v: Tensor, slots: Tensor, *, exact: bool) -> None:
         """Write reconstructions with their witness; ``exact`` for tokens that the scheme keeps as they are."""

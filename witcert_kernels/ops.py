@@ -9,6 +9,7 @@ from itertools import pairwise
 from operator import add
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from . import reader, writer
 from .backend import use_numba, use_triton
 from .budget import Budget
-from .checks import check_range, check_tensor
+from .checks import check_contiguous, check_flag, check_integer, check_range, check_tensor
 from .layout import MODEL_DTYPES
 from .library import fake, op
 from .plan import Plan
@@ -85,6 +86,8 @@ def _quantize_packed(
     if use_triton(k.device):
         from . import triton_writer
 
+        written = (k_codes, k_scale, sketch, witness, bypass, v_codes, v_scale, v_norm)
+        check_contiguous("pool", dict(zip(PackedPool.page_tensors, written, strict=True)))
         triton_writer.write_packed(*arguments)
     elif use_numba(k.device):
         from . import fused_writer
@@ -202,6 +205,7 @@ def _decode_packed(
     if use_triton(q.device) and not want_shares:
         from . import triton_reader
 
+        check_contiguous("pool", tensors | {"exact.k": exact_k, "exact.v": exact_v})
         return triton_reader.decode_packed(
             *common,
             tensors=tensors,
@@ -280,6 +284,7 @@ def _decode_observatory(
     if use_triton(q.device) and not want_shares:
         from . import triton_reader
 
+        check_contiguous("pool", tensors | {"exact.k": exact_k, "exact.v": exact_v})
         return triton_reader.decode_observatory(
             *common, tensors=tensors, workspace=workspace, telemetry=telemetry, layer=layer, **options
         )
@@ -305,10 +310,10 @@ def _check_write(
         width = layout.head_dim_v if name.startswith("v") else layout.head_dim
         check_tensor(name, tensor, (n, layout.kv_heads, width), dtypes, device)
     if device.type == "cpu" and n and not torch.compiler.is_compiling():
-        capacity = pool.num_pages * layout.page_size
-        if int(slots.max()) >= capacity or int(slots.min()) < 0:
-            raise ValueError(f"slots: got {int(slots.min())}..{int(slots.max())}, wants 0..{capacity - 1}")
-        if len(slots.unique()) != n:
+        numbers, capacity = np.sort(slots.numpy()), pool.num_pages * layout.page_size
+        if numbers[-1] >= capacity or numbers[0] < 0:
+            raise ValueError(f"slots: got {numbers[0]}..{numbers[-1]}, wants 0..{capacity - 1}")
+        if (numbers[1:] == numbers[:-1]).any():
             raise ValueError("slots: got a slot twice, wants each once")
 
 
@@ -338,6 +343,8 @@ def quantize_(k: Tensor, v: Tensor, pool: PackedPool, slots: Tensor, positions: 
             raise ValueError("positions: got None, wants int64 [n] logical positions for a dithered store")
         positions = torch.zeros_like(slots)
     check_tensor("positions", positions, tuple(slots.shape), torch.int64, pool.device)
+    if pool.device.type == "cpu" and not torch.compiler.is_compiling() and bool((positions < 0).any()):
+        raise ValueError(f"positions: got {int(positions.min())}, wants numbers from 0 on")
     torch.ops.witcert.quantize_packed_(
         k, v, slots, positions, pool.k_codes, pool.k_scale, pool.sketch, pool.witness, pool.bypass, pool.v_codes,
         pool.v_scale, pool.v_norm, calibration.mu, calibration.f, calibration.u, pool.bypass_channels,
@@ -435,6 +442,8 @@ def certified_decode(
     """
     if not isinstance(pool, PackedPool | ObservatoryPool):
         raise TypeError(f"pool: got {type(pool).__name__}, wants a PackedPool or an ObservatoryPool")
+    check_flag("causal", causal)
+    check_flag("return_shares", return_shares)
     _check_decode(
         q,
         pool,
@@ -539,9 +548,9 @@ def _check_decode(
     if bias is not None:
         check_tensor("bias", bias, (rows, heads, None), torch.float32, device)
     check_range("logits_soft_cap", cap, 0.0, 1e6)
-    check_range("window_left", window_left, -1, 2**31 - 1)
+    check_integer("window_left", window_left, -1)
     if splits is not None:
-        check_range("splits", splits, 1, 2**16)
+        check_integer("splits", splits, 1, 2**16)
     if plan is not None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan: got {type(plan).__name__}, wants a Plan")
