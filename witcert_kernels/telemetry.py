@@ -147,14 +147,16 @@ def count_(buffer: Tensor, meter: Tensor, risk: Tensor, value_error: Tensor, cou
     meter, risk, value_error = (x.to(device) for x in (meter, risk, value_error))
     meter = meter.nan_to_num(nan=1.0).clamp(0.0, 1.0) + 0.0  # no -0, whose bits are the smallest number's
     wide, one = meter.to(torch.float64), counted.to(torch.int64)
-    thresholds = buffer[-taus:].view(torch.float64) if taus else buffer[:0].view(torch.float64)
-    buffer[NON_FINITE] += (counted & ~risk.isfinite()).sum()
-    buffer[VALUE_NON_FINITE] += (counted & ~value_error.isfinite()).sum()
-    buffer[SUM] += ((wide / UNIT).ceil().to(torch.int64) * one).sum()
-    buffer[COVERED : COVERED + taus] += (counted[..., None] & (wide[..., None] <= thresholds)).sum((0, 1))
+    lost = counted & ~torch.stack((risk, value_error)).isfinite()
+    units = ((wide / UNIT).ceil().to(torch.int64) * one).sum()
+    buffer[NON_FINITE : SUM + 1].add_(torch.cat((lost.sum((1, 2)), units[None])))
+    if taus:
+        thresholds = buffer[-taus:].view(torch.float64)
+        buffer[COVERED : COVERED + taus].add_((counted[..., None] & (wide[..., None] <= thresholds)).sum((0, 1)))
     entry = (wide * BINS).ceil().to(torch.int64)  # exact: 24 bits times 10
     buffer[COVERED + taus :].index_add_(0, entry.flatten(), one.flatten())
     head = torch.arange(meter.shape[1], device=device).clamp_max(PLACES - 1)
     place = min(layer, PLACES - 1) * PLACES + head
     packed = meter.view(torch.int32).to(torch.int64) * 2**32 + place
-    buffer[WORST] = torch.maximum(buffer[WORST], packed.masked_fill(~counted, -1).amax())
+    worst = buffer[WORST : WORST + 1]
+    worst.copy_(torch.maximum(worst, packed.masked_fill(~counted, -1).amax()))
