@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .checks import check_range
+from .checks import check_integer, check_range
 
 
 class BudgetExhausted(RuntimeError):
@@ -25,7 +25,7 @@ class Budget:
         steps: query rows that may read compressed tokens: decode steps, and prefill rows behind a stored prefix.
 
     Raises:
-        ValueError: an argument out of range.
+        TypeError, ValueError: an argument of another type or out of range, by name.
     """
 
     delta: float
@@ -37,7 +37,7 @@ class Budget:
     def __post_init__(self) -> None:
         check_range("budget.delta", self.delta, 0.0, 1.0, open_low=True)
         for name in ("layers", "heads", "steps"):
-            check_range(f"budget.{name}", getattr(self, name), 1, 2**62)
+            check_integer(f"budget.{name}", getattr(self, name), 1, 2**62)
 
     @property
     def delta_local(self) -> float:
@@ -49,7 +49,9 @@ class Budget:
 
         Raises:
             BudgetExhausted: fewer than ``rows`` are left; nothing is spent.
+            TypeError, ValueError: not a number of rows.
         """
+        check_integer("rows", rows, 0, 2**62)
         if self.spent + rows > self.steps:
             raise BudgetExhausted(
                 f"budget.steps: {rows} more rows after {self.spent} would exceed the {self.steps} that delta was "

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_tensor
-from .layout import rope_pairs
+from .checks import check_choice, check_integer, check_tensor
+from .layout import ROPE_LAYOUTS, rope_pairs
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ class LayerCalibration:
     def __post_init__(self) -> None:
         check_tensor("calibration.mu", self.mu, (None, None), torch.float32)
         kv_heads, head_dim = self.mu.shape
+        if head_dim % 2:
+            raise ValueError(f"calibration.mu: got {head_dim} channels, wants an even number")
+        check_choice("calibration.rope_layout", self.rope_layout, ROPE_LAYOUTS)
+        if self.rotary_dim is not None and check_integer("calibration.rotary_dim", self.rotary_dim, 2, head_dim) % 2:
+            raise ValueError(f"calibration.rotary_dim: got {self.rotary_dim}, wants an even number")
         device = self.mu.device
         check_tensor("calibration.f", self.f, (kv_heads, head_dim), torch.float32, device)
         check_tensor("calibration.u", self.u, (kv_heads, None, head_dim), torch.float32, device)

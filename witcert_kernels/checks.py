@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import index
 
 import torch
@@ -37,6 +37,13 @@ def check_tensor(
         raise ValueError(f"{name}: got device {tensor.device}, wants {device}")
 
 
+def check_contiguous(owner: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``ValueError`` unless each of an owner's tensors is contiguous: kernels address them so."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{owner}.{name}: got strides {list(tensor.stride())}, wants a contiguous tensor")
+
+
 def check_range(name: str, value: int | float, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise unless ``low <= value <= high`` (``low < value`` when ``open_low``).
 
@@ -68,6 +75,12 @@ def check_integer(name: str, value: int, low: int, high: int = 2**31 - 1) -> int
         raise TypeError(f"{name}: got {value!r}, wants an integer in [{low}, {high}]")
     check_range(name, number, low, high)
     return number
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ``TypeError`` unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, wants a bool")
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:

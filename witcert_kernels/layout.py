@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import check_choice, check_range
+from .checks import check_choice, check_flag, check_integer
 
 ROPE_LAYOUTS = ("half", "interleaved")
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -43,7 +43,7 @@ class StoreLayout:
         rope_layout, rotary_dim: how channels pair up, see :func:`rope_pairs`.
 
     Raises:
-        ValueError: an argument out of range, by name.
+        TypeError, ValueError: an argument of another type or out of range, by name.
     """
 
     kv_heads: int
@@ -61,23 +61,26 @@ class StoreLayout:
     rotary_dim: int | None = None
 
     def __post_init__(self) -> None:
-        check_range("kv_heads", self.kv_heads, 1, 2**16)
+        check_integer("kv_heads", self.kv_heads, 1, 2**16)
         for name in ("head_dim", "head_dim_v"):
-            value = getattr(self, name)
-            if not 2 <= value <= 1024 or value % 2:
-                raise ValueError(f"{name}: got {value}, wants an even number from 2 to 1024")
+            if check_integer(name, getattr(self, name), 2, 1024) % 2:
+                raise ValueError(f"{name}: got {getattr(self, name)}, wants an even number from 2 to 1024")
         check_choice("dtype", self.dtype, MODEL_DTYPES)
+        check_integer("page_size", self.page_size, 1, 256)
         check_choice("page_size", self.page_size, [2**i for i in range(9)])
-        if self.group is not None and (self.group < 1 or self.head_dim % self.group or self.head_dim_v % self.group):
-            raise ValueError(
-                f"group: got {self.group}, wants a divisor of head_dim {self.head_dim} and head_dim_v {self.head_dim_v}"
-            )
-        check_range("sketch", self.sketch, 0, self.head_dim)
-        check_range("witness_bands", self.witness_bands, 0, self.head_dim // 2)
-        check_range("bypass", self.bypass, 0, self.head_dim // 2)
+        if self.group is not None:
+            group = check_integer("group", self.group, 1)
+            if self.head_dim % group or self.head_dim_v % group:
+                wanted = f"a divisor of head_dim {self.head_dim} and head_dim_v {self.head_dim_v}"
+                raise ValueError(f"group: got {group}, wants {wanted}")
+        check_integer("sketch", self.sketch, 0, self.head_dim)
+        check_integer("witness_bands", self.witness_bands, 0, self.head_dim // 2)
+        check_integer("bypass", self.bypass, 0, self.head_dim // 2)
+        check_flag("dither", self.dither)
+        check_integer("dither_period", self.dither_period, 1, 2**20)
         check_choice("dither_period", self.dither_period, [2**i for i in range(21)])
         check_choice("rope_layout", self.rope_layout, ROPE_LAYOUTS)
-        if self.rotary_dim is not None and (not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2):
+        if self.rotary_dim is not None and check_integer("rotary_dim", self.rotary_dim, 2, self.head_dim) % 2:
             raise ValueError(f"rotary_dim: got {self.rotary_dim}, wants an even number from 2 to {self.head_dim}")
 
     @property
@@ -132,7 +135,7 @@ class ObservatoryLayout:
         sketch: query directions r, one signed byte each and one fp16 scale a token.
 
     Raises:
-        ValueError: an argument out of range, by name.
+        TypeError, ValueError: an argument of another type or out of range, by name.
     """
 
     kv_heads: int
@@ -157,7 +160,7 @@ class ObservatoryLayout:
             rope_layout=self.rope_layout,
             rotary_dim=self.rotary_dim,
         )
-        check_range("witness_bands", self.witness_bands, 1, self.head_dim // 2)
+        check_integer("witness_bands", self.witness_bands, 1, self.head_dim // 2)
 
     @property
     def stored_dtype(self) -> torch.dtype:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .calibration import LayerCalibration
-from .checks import check_range
+from .checks import check_integer
 from .layout import ObservatoryLayout, StoreLayout
 
 
@@ -19,7 +19,7 @@ class ExactPages:
     """
 
     def __init__(self, layout: StoreLayout | ObservatoryLayout, slots: int, device: torch.device | str = "cpu") -> None:
-        check_range("slots", slots, 0, 2**31 - 1)
+        check_integer("slots", slots, 0)
         shape = (slots, layout.page_size)
         self.k = torch.zeros(*shape, layout.head_dim, dtype=layout.dtype, device=device)
         self.v = torch.zeros(*shape, layout.head_dim_v, dtype=layout.dtype, device=device)
@@ -80,6 +80,13 @@ class _Pool:
             new[: len(pages)] = old[pages]
             setattr(self, name, new)
 
+    @staticmethod
+    def _check(layout: object, kind: type, num_pages: int, layer: int) -> None:
+        if not isinstance(layout, kind):
+            raise TypeError(f"layout: got {type(layout).__name__}, wants {kind.__name__}")
+        check_integer("num_pages", num_pages, 0)
+        check_integer("layer", layer, 0, 2**32 - 1)
+
     def _adopt(self, calibration: LayerCalibration | None, device: torch.device | str) -> LayerCalibration:
         layout = self.layout
         if calibration is None:
@@ -90,6 +97,8 @@ class _Pool:
                 rotary_dim=layout.rotary_dim,
                 device=device,
             )
+        if not isinstance(calibration, LayerCalibration):
+            raise TypeError(f"calibration: got {type(calibration).__name__}, wants a LayerCalibration")
         got = list(calibration.mu.shape)
         if got != [layout.kv_heads, layout.head_dim]:
             raise ValueError(
@@ -102,7 +111,8 @@ class _Pool:
         available = calibration.u.shape[1]
         if layout.sketch > available:
             raise ValueError(f"layout.sketch: got {layout.sketch}, wants at most the calibration's {available}")
-        return replace(calibration, u=calibration.u[:, : layout.sketch].contiguous()).to(device)
+        parts = {name: getattr(calibration, name).contiguous() for name in ("mu", "f", "bypass")}
+        return replace(calibration, **parts, u=calibration.u[:, : layout.sketch].contiguous()).to(device)
 
     def _derive(self, device: torch.device | str) -> None:
         """Small tensors that follow from the layout and the calibration."""
@@ -128,7 +138,7 @@ class PackedPool(_Pool):
         ``‖v̂‖ + ρ`` of a page); exact: :class:`ExactPages`.
 
     Raises:
-        ValueError: an argument out of range, or a calibration of another shape, by name.
+        TypeError, ValueError: an argument of another type or out of range, or a calibration of another shape, by name.
     """
 
     page_tensors = ("k_codes", "k_scale", "sketch", "witness", "bypass", "v_codes", "v_scale", "v_norm")
@@ -143,8 +153,7 @@ class PackedPool(_Pool):
         seed: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_range("num_pages", num_pages, 0, 2**31 - 1)
-        check_range("layer", layer, 0, 2**32 - 1)
+        self._check(layout, StoreLayout, num_pages, layer)
         self.layout: StoreLayout = layout
         self.calibration = self._adopt(calibration, device)
         pairs = self.calibration.bypass.shape[1]
@@ -153,7 +162,7 @@ class PackedPool(_Pool):
         if layout.dither:
             if seed is None:
                 raise ValueError("seed: got None, wants a random 64-bit integer for a dithered store")
-            check_range("seed", seed, 0, 2**64 - 1)
+            check_integer("seed", seed, 0, 2**64 - 1)
         self.layer, self.seed = layer, seed or 0
         head = (num_pages, layout.page_size, layout.kv_heads)
 
@@ -186,7 +195,7 @@ class ObservatoryPool(_Pool):
         ``[…, 1 or 0]``, v_error fp16 ``[…, 1]``, v_norm float32 ``[pages, kv_heads]``; exact: :class:`ExactPages`.
 
     Raises:
-        ValueError: an argument out of range, or a calibration of another shape, by name.
+        TypeError, ValueError: an argument of another type or out of range, or a calibration of another shape, by name.
     """
 
     page_tensors = ("k_hat", "witness", "sketch", "sketch_scale", "v_hat", "v_error", "v_norm")
@@ -200,8 +209,7 @@ class ObservatoryPool(_Pool):
         calibration: LayerCalibration | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_range("num_pages", num_pages, 0, 2**31 - 1)
-        check_range("layer", layer, 0, 2**32 - 1)
+        self._check(layout, ObservatoryLayout, num_pages, layer)
         self.layout: ObservatoryLayout = layout
         self.calibration = self._adopt(calibration, device)
         self.layer = layer

@@ -149,6 +149,11 @@ def test_budget() -> None:
     for name, value in (("delta", 0.0), ("delta", 1.5), ("layers", 0), ("steps", -1), ("delta", float("nan"))):
         with pytest.raises(ValueError, match=f"budget.{name}: got"):
             Budget(**{"delta": 0.1, "layers": 1, "heads": 1, "steps": 1, name: value})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"budget.heads: got 1\.5"):
+        Budget(0.1, 1, 1.5, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rows: got -1"):
+        budget.spend(-1)
+    assert budget.spent == 10
 
 
 def test_bad_input_is_named() -> None:
@@ -187,6 +192,10 @@ def test_bad_input_is_named() -> None:
         ("sm_scale", ValueError, {"sm_scale": 0.0}),
         ("splits", ValueError, {"splits": 0}),
         ("budget", TypeError, {"budget": 0.01}),
+        ("window_left", TypeError, {"window_left": 1.5}),
+        ("splits", TypeError, {"splits": 2.0}),
+        ("causal", TypeError, {"causal": "no"}),
+        ("return_shares", TypeError, {"return_shares": None}),
     ]
     for name, kind, change in bad:
         with pytest.raises(kind, match=f"^{name}: got"):

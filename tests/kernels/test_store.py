@@ -175,6 +175,7 @@ def test_bad_input_is_named_before_anything_is_written() -> None:
         ("slots", ValueError, (k, v, pool, slots * 0, slots)),
         ("positions", ValueError, (k, v, pool, slots, None)),
         ("positions", ValueError, (k, v, pool, slots, slots[:2])),
+        ("positions", ValueError, (k, v, pool, slots, slots - 1)),
         ("pool", TypeError, (k, v, "pool", slots, slots)),
     ]
     for name, kind, arguments in cases:
@@ -208,6 +209,42 @@ def test_bad_layouts_are_named(name: str, options: dict[str, object]) -> None:
         StoreLayout(**{"kv_heads": 2, "head_dim": 64, "head_dim_v": 64, **options})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_heads", 2.0),
+        ("head_dim", 64.0),
+        ("page_size", 16.0),
+        ("group", True),
+        ("sketch", 1.5),
+        ("witness_bands", None),
+        ("bypass", "1"),
+        ("dither", "no"),
+        ("dither_period", 8.0),
+        ("rotary_dim", 4.0),
+    ],
+)
+def test_layouts_of_another_type_are_named(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: got"):
+        StoreLayout(**{"kv_heads": 2, "head_dim": 64, "head_dim_v": 64, name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("layout", {"layout": None}),
+        ("layout", {"layout": ObservatoryLayout(2, 64, 64)}),
+        ("num_pages", {"num_pages": 1.5}),
+        ("layer", {"layer": 0.5}),
+        ("seed", {"layout": StoreLayout(2, 64, 64, dither=True), "seed": 1.0}),
+        ("calibration", {"calibration": "default"}),
+    ],
+)
+def test_pools_of_another_type_are_named(name: str, change: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: got"):
+        PackedPool(**{"layout": StoreLayout(2, 64, 64), "num_pages": 1, **change})  # type: ignore[arg-type]
+
+
 def test_bad_calibrations_are_named() -> None:
     def build(**change: torch.Tensor) -> LayerCalibration:
         parts = {
@@ -231,6 +268,10 @@ def test_bad_calibrations_are_named() -> None:
             build(**{name: change})
     with pytest.raises(ValueError, match=r"calibration.f: got 0"):
         build(f=torch.zeros(2, 64))
+    with pytest.raises(ValueError, match=r"calibration.rope_layout: got 'other'"):
+        build(rope_layout="other")
+    with pytest.raises(ValueError, match=r"calibration.rotary_dim: got 66"):
+        build(rotary_dim=66)
     with pytest.raises(ValueError, match=r"layout.bypass: got 0, wants the calibration's 1"):
         PackedPool(StoreLayout(2, 64, 64), 1, calibration=build())
     with pytest.raises(ValueError, match=r"layout.sketch: got 2, wants at most"):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.kernels.oracle import random_calibration
-from witcert_kernels import PackedPool, StoreLayout, quantize_
+from witcert_kernels import LayerCalibration, PackedPool, StoreLayout, quantize_
 
-from .backends import CUDA, ON_CPU, ON_TRITON
+from .backends import CUDA, ON_CPU, ON_TRITON, decode_torch, decode_triton, to_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, under the interpreter
 
@@ -73,6 +73,28 @@ def test_same_bytes_at_the_edges(dither: bool) -> None:
     for i, x in enumerate(edges):
         k[i, 0, i], v[-1 - i, 0, i] = x, x
     assert_same_bytes(layout, k, v)
+
+
+def test_tensors_that_are_not_contiguous() -> None:
+    """A calibration's are copied; a pool's are refused, where a kernel would read or write past them."""
+    g = torch.Generator().manual_seed(3)
+    mu, f = torch.randn(8, 2, generator=g).T, torch.tensor([[0.5]]).expand(2, 8)
+    calibration = LayerCalibration(mu, f, torch.zeros(2, 0, 8), torch.zeros(2, 0, dtype=torch.int64))
+    pool = PackedPool(StoreLayout(2, 8, 8, page_size=4), 1, calibration=calibration)
+    k, q = (torch.randn(4, n, 8, generator=g) for n in (2, 2))
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    with ON_CPU:
+        quantize_(k, k, pool, torch.arange(4))
+    want = decode_torch(q[:1], pool, table, lengths)
+    got = decode_triton(q[:1], pool, table, lengths)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-4)
+    assert float(got[2].meter.max()) < 0.1
+    pool.v_codes = torch.zeros(1, 4, 2, 16, dtype=torch.int8)[..., ::2]
+    device = "cuda" if CUDA else "cpu"
+    with ON_TRITON, pytest.raises(ValueError, match=r"^pool.v_codes: got strides"):
+        quantize_(k.to(device), k.to(device), to_device(pool), torch.arange(4, device=device))
+    with pytest.raises(ValueError, match=r"^pool.v_codes: got strides"):
+        decode_triton(q[:1], pool, table, lengths)
 
 
 def test_no_tokens() -> None:
