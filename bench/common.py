@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,12 @@ HERE = Path(__file__).parent
 
 
 def environment() -> dict[str, Any]:
-    """Machine, versions and commit of a run."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    """Machine, versions and commit of a run, the commit empty where there is no git or no repository."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip()
+    except OSError:
+        commit = ""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.cuda.is_available():
         import triton
@@ -231,6 +234,33 @@ def write(name: str, document: dict[str, Any]) -> Path:
     path = folder() / f"{name}.json"
     path.write_text(json.dumps({"environment": environment(), **document}, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def collect(
+    name: str, cases: Sequence[Any], measure: Callable[[Any], dict[str, Any]], **document: Any
+) -> list[dict[str, Any]]:
+    """Rows that ``measure`` makes of the cases. ``NAME.json`` is written after each: a run that is stopped leaves what
+    it has, and a case that fails leaves its error there and does not stop the others.
+
+    Raises:
+        SystemExit: no case succeeded.
+    """
+    rows: list[dict[str, Any]] = []
+    errors: list[dict[str, str]] = []
+    path = None
+    for case in cases:
+        try:
+            rows.append(measure(case))
+            print(".", end="", flush=True)
+        except Exception as error:
+            errors.append({"case": repr(case), "error": repr(error)})
+            print(f"\n{case}: failed", flush=True)
+            traceback.print_exc(file=sys.stdout)
+        path = write(name, {**document, "rows": rows, "errors": errors})
+    print(f"\n{table(rows)}\n{path}", flush=True)
+    if not rows:
+        raise SystemExit(f"{name}: every case failed")
+    return rows
 
 
 def plot(name: str, title: str, lines: dict[str, list[tuple[float, float]]], xlabel: str, ylabel: str) -> Path | None:

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from bf16_decode import Bf16Decode
-from common import SMOKE, Problem, Shape, arguments, copy_bandwidth, device_ms, plot, table, write
+from common import SMOKE, Problem, Shape, arguments, collect, copy_bandwidth, device_ms, plot
 
-# few kernels to compile: every G is compiled once, lengths and batches share it
-LENGTHS = [Shape(8, 32, 8, length) for length in (1024, 4096, 8192, 32768)] + [Shape(1, 32, 8, 131072)]
+# the targets' shapes first; few kernels to compile: every G is compiled once, lengths and batches share it
+TARGETS = [Shape(8, 32, 8, 32768), Shape(32, 28, 4, 8192)]
+LENGTHS = [Shape(8, 32, 8, length) for length in (1024, 4096, 8192)] + [Shape(1, 32, 8, 131072)]
 BATCHES = [Shape(batch, 32, 8, 4096) for batch in (1, 16, 64)]
-GROUPS = [Shape(32, 28, 4, 8192), Shape(8, 64, 8, 16384), Shape(8, 8, 8, 16384)]
+GROUPS = [Shape(8, 64, 8, 16384), Shape(8, 8, 8, 16384)]
 TINY = [Shape(2, 4, 2, 32, dim=32, page=16)]
 
 
@@ -58,12 +59,12 @@ def main() -> None:
     """Measure all shapes."""
     arguments(__doc__)
     bandwidth = copy_bandwidth()
-    rows = []
-    for shape in TINY if SMOKE else [*LENGTHS, *BATCHES, *GROUPS]:
-        rows.append(measure(shape, bandwidth))
-        print(".", end="", flush=True)
-    print("\n" + table(rows))
-    print(write("gpu_decode", {"bandwidth_bytes_per_ms": bandwidth, "rows": rows}))
+    rows = collect(
+        "gpu_decode",
+        TINY if SMOKE else [*TARGETS, *LENGTHS, *BATCHES, *GROUPS],
+        lambda shape: measure(shape, bandwidth),
+        bandwidth_bytes_per_ms=bandwidth,
+    )
     names = ("sdpa", "bf16", "int8", "certified", "floor")
     along = [row for row in rows if (row["batch"], row["heads"]) == (rows[0]["batch"], rows[0]["heads"])]
     lines = {name: [(float(row["length"]), row[name]) for row in along] for name in names}

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import SMOKE, Problem, Shape, arguments, captured, device, device_ms, plot, table, write
+from common import SMOKE, Problem, Shape, arguments, captured, collect, device, device_ms, plot
 
 from witcert_kernels import Telemetry
 
@@ -60,9 +60,7 @@ def measure(shape: Shape) -> dict[str, Any]:
 def main() -> None:
     """Measure all shapes."""
     arguments(__doc__)
-    rows = [measure(shape) for shape in ([Shape(1, 4, 2, 64, dim=32, page=16)] if SMOKE else SHAPES)]
-    print(table(rows))
-    print(write("gpu_step", {"rows": rows}))
+    rows = collect("gpu_step", [Shape(1, 4, 2, 64, dim=32, page=16)] if SMOKE else SHAPES, measure)
     names = ("eager_us", "eager_planned_us", "replay_us")
     lines = {name: [(float(r["batch"] * r["length"]), r[name]) for r in rows] for name in names}
     plot("gpu_step", "A step of 32 heads, from one call to the next", lines, "tokens read", "µs")

@@ -17,7 +17,7 @@ from common import SMOKE, Problem, Shape, arguments, device_ms, table, write
 from witcert_kernels import triton_reader, triton_tiles
 
 CHOICES: dict[str, tuple[int, ...]] = {
-    "splits": (4, 16, 32), "block_n": (32, 128), "num_warps": (2, 8), "num_stages": (2, 4), "maxnreg": (80, 96),
+    "splits": (4, 16, 32), "block_n": (32, 128), "num_warps": (2, 8), "num_stages": (2, 4), "maxnreg": (96, 168),
 }  # fmt: skip
 TINY: dict[str, tuple[int, ...]] = {"splits": (1, 2), "block_n": (32,), "num_warps": (2,)}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from common import SMOKE, Problem, Shape, arguments, device, device_ms, plot, table, write
+from common import SMOKE, Problem, Shape, arguments, collect, device, device_ms, plot
 
 from witcert_kernels import quantize_
 
@@ -37,9 +37,8 @@ def measure(tokens: int, dim: int) -> dict[str, Any]:
 def main() -> None:
     """Measure all numbers of tokens."""
     arguments(__doc__)
-    rows = [measure(*case) for case in ([(16, 32)] if SMOKE else [(64, 128), (1024, 128), (8192, 128), (65536, 128)])]
-    print(table(rows))
-    print(write("gpu_write", {"kv_heads": 8, "rows": rows}))
+    cases = [(16, 32)] if SMOKE else [(64, 128), (1024, 128), (8192, 128), (65536, 128)]
+    rows = collect("gpu_write", cases, lambda case: measure(*case), kv_heads=8)
     lines = {name: [(float(r["tokens"]), r[name]) for r in rows] for name in ("copy", "write")}
     plot("gpu_write", "Write of 8 kv heads of 128", lines, "tokens", "ms")
 
