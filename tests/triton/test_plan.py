@@ -19,7 +19,9 @@ from witcert_kernels import (
     PackedPool,
     Plan,
     StoreLayout,
+    Telemetry,
     certified_decode,
+    quantize_,
     triton_observatory,
     triton_reader,
 )
@@ -265,3 +267,33 @@ def test_a_captured_decode_replays_with_other_lengths() -> None:
         graph.replay()
         wanted = certified_decode(q, pool, table, lengths, splits=plan.splits)
         assert torch.equal(out, wanted[0]) and torch.equal(cert.meter, wanted[2].meter)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_writes_reads_and_counts() -> None:
+    """A token written and read in one graph: what eager steps of the same tokens store, report and count."""
+    layout = StoreLayout(2, 64, 64, dtype=BF16, page_size=16, sketch=1, witness_bands=1)
+    case = make_case(8, layout, [40, 17], heads=8)
+    q, table, lengths = queries(case, 2).cuda(), case.page_table.cuda(), case.seq_lens.cuda()
+    slots = table[torch.arange(2), (lengths - 1) // 16].long() * 16 + (lengths - 1) % 16
+    k, v = (torch.randn(2, 2, 64, device="cuda").to(BF16) for _ in range(2))
+
+    def step(pool: Any, plan: Plan, telemetry: Telemetry) -> Any:
+        quantize_(k, v, pool, slots)
+        return certified_decode(q, pool, table, lengths, plan=plan, telemetry=telemetry)
+
+    eager, replayed = to_device(case.pool), to_device(case.pool)
+    plan, counts = plan_of(case.pool, 8, 2, table.shape[1]), [Telemetry(device="cuda") for _ in range(2)]
+    step(replayed, plan, counts[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _, cert = step(replayed, plan, counts[1])
+    counts[1].reset()
+    for _ in range(3):
+        k.normal_(), v.normal_()
+        graph.replay()
+        wanted = step(eager, plan, counts[0])
+        assert torch.equal(out, wanted[0]) and torch.equal(cert.meter, wanted[2].meter)
+    for name in eager.page_tensors:
+        assert torch.equal(getattr(eager, name).nan_to_num(), getattr(replayed, name).nan_to_num())
+    assert torch.equal(counts[0].buffer, counts[1].buffer) and counts[1].read().cells == 48
