@@ -52,11 +52,11 @@ def _version(name: str) -> str:
 
 
 def _package_offers() -> frozenset[str]:
-    """The groups that ``witcert`` keeps, where it is installed."""
-    if util.find_spec("witcert") is None:
+    """The groups that ``witcert`` keeps, where it and what it imports are installed."""
+    try:
+        from .package import OFFERS
+    except ImportError:
         return frozenset()
-    from .package import OFFERS
-
     return OFFERS
 
 
@@ -368,7 +368,7 @@ class TorchCpu(Kernels):
 
 
 class NumbaCpu(Kernels):
-    """What CPU tensors take where numba is installed: plain decodes compiled, the rest of the torch path."""
+    """What CPU tensors take where numba is installed: writes and plain decodes compiled, the rest of the torch path."""
 
     name = "numba-cpu"
 
@@ -409,7 +409,7 @@ class TritonCuda(Kernels):
     def replay(self, store: _Store, reads: list[Read], order: list[int]) -> list[Decoded]:
         graphs = []
         for read in reads:
-            arguments = self._arguments(store, read)
+            arguments = self._arguments(store, read) | {"telemetry": store.telemetry}
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # compiles the kernels outside of the capture
