@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import activations
+from experiments.beside import every_bound
 from experiments.cells import EFORM, Account, Cells, covered, mix, norm
 from experiments.intervals import INTERVAL, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
@@ -55,9 +56,7 @@ def run(quick: bool = False) -> Result:
                 cells = Cells(
                     attention, store.error(q), store.radius(q, local) if layout.dither else store.half_step(q)
                 )
-                values = cells.values((EFORM, "meter"))
-                account.check("meter and e-form >= true total variation", values.values(), [cells.tv])
-                account.check("c >= every logit error", [cells.c], [np.abs(cells.eps)])
+                values = account.bounds(cells, every=name in plain)
                 exact = mix(cells.p, attention.v)
                 lost = write_values(attention, n, replace(layout, equalizer=False, sketch=0))
                 error = norm(mix(cells.p_tilde, attention.v + lost) - exact) / norm(exact)
@@ -89,7 +88,10 @@ def run(quick: bool = False) -> Result:
         rows=rows,
         violations=account.violations(),
         differs=list(DIFFERS),
-        tables=[_table(account, stores, d)],
+        tables=[
+            _table(account, stores, d),
+            *every_bound(("store",), {(name,): account.beside(name) for name in plain}),
+        ],
         quick=quick,
     )
 
@@ -104,12 +106,12 @@ def _table(account: Account, stores: dict[str, Layout], d: int) -> Table:
                 layout.bytes(d),
                 "radius" if layout.dither else "half_step",
                 *spread(account(name, "output")),
-                float(account(name, "keys alone").mean()),
+                *spread(account(name, "keys alone")),
                 *spread(covered(account(name, EFORM))),
                 *spread(covered(meter)),
                 *spread((meter <= TAU / 2).astype(float)),
                 *spread(meter, np.median),
-                float(np.median(account(name, "true"))),
+                *spread(account(name, "true"), np.median),
             )
         )
     return Table(
@@ -121,6 +123,7 @@ def _table(account: Account, stores: dict[str, Layout], d: int) -> Table:
             "error",
             INTERVAL,
             "of it, keys alone",
+            INTERVAL,
             "coverage, e-form",
             INTERVAL,
             "coverage, meter",
@@ -130,6 +133,7 @@ def _table(account: Account, stores: dict[str, Layout], d: int) -> Table:
             "median meter",
             INTERVAL,
             "median true",
+            INTERVAL,
         ),
         rows,
     )
@@ -146,7 +150,7 @@ def plot(result: Result) -> Figure:
             if base == name:
                 label = str(row[0]) if not kind else None
                 left.plot([row[1]], [row[3]], f"C{i}{kinds[kind]}", label=label)
-                right.plot([row[1]], [row[10]], f"C{i}{kinds[kind]}", label=label)
+                right.plot([row[1]], [row[11]], f"C{i}{kinds[kind]}", label=label)
     for kind, mark in list(kinds.items())[1:]:
         right.plot([], [], f"k{mark}", label=kind)
     left.set(xlabel="bytes of a key", ylabel="relative error of the attention output", ylim=(0, None))
