@@ -27,6 +27,10 @@ run() { # NAME SECONDS COMMAND...
     return $code
 }
 
+if [ $smoke = 0 ] && ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    echo "needs a CUDA device; --smoke runs tiny shapes without one" >&2
+    exit 1
+fi
 # the kernels' tests on a third of the cores, conformance on the others: both mostly compile
 cores=$(nproc)
 if [ $smoke = 0 ]; then

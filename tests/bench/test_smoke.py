@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCH = Path(__file__).parents[2] / "bench"
 
 
@@ -58,10 +60,12 @@ def test_tuning_runs(tmp_path: Path) -> None:
     assert all(row["ms"] > 0 for row in rows)
 
 
-def test_without_a_device_they_say_so(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCH / "gpu_decode.py")]
+@pytest.mark.parametrize("command", [[sys.executable, "gpu_decode.py"], ["bash", "gpu_check.sh"]])
+def test_without_a_device_they_say_so(command: list[str], tmp_path: Path) -> None:
     hidden = environment(tmp_path) | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=hidden, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [command[0], str(BENCH / command[1])], env=hidden, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1 and "needs a CUDA device; --smoke runs tiny shapes without one" in done.stderr
 
 
