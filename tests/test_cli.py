@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from witcert import __version__, schemes
-from witcert.cli import app
+from witcert.cli import _text, app, main
 
 runner = CliRunner()
 
@@ -46,16 +48,46 @@ def test_spec_is_mounted() -> None:
     assert "tv_tilt_le_meter" in runner.invoke(app, ["spec"]).stdout
 
 
-def test_a_mistake_is_one_line_without_a_traceback() -> None:
+def test_a_mistake_ends_with_1_and_no_traceback() -> None:
+    result = witcert("meter", __file__)
+    assert result.returncode == 1 and not result.stdout
+    assert result.stderr.startswith("witcert: ") and "Traceback" not in result.stderr
+
+
+def test_a_mistake_is_said_in_one_line_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong, captured, text = (str(tmp_path / name) for name in ("wrong.safetensors", "c.safetensors", "text.txt"))
+    tensors = {f"layers.0.{name}": torch.zeros(2, 1, 2) for name in "qkv"}
+    save_file(tensors, wrong, metadata={"sm_scale": "-1"})
+    save_file(tensors, captured, metadata={"sm_scale": "1"})
+    Path(text).write_bytes(b"\xff\xfe")
     for arguments, said in (
         (("generate", "hello", "--model", "/nonexistent"), "nonexistent"),
         (("demo", "--json", "/nonexistent/demo.json"), "folder does not exist"),
         (("meter", __file__), "test_cli.py"),
+        (("meter", wrong), "sm_scale: got '-1'"),
+        (("meter", captured, "--json", "/nonexistent/cells.json"), "folder does not exist"),
+        (("meter", captured, "--json", str(tmp_path)), "is a folder"),
+        (("meter", captured, "--tau", "nan"), "tau: got nan"),
+        (("meter", captured, "--scheme", "int8", "--scheme", "int7"), "scheme: got 'int7'"),
+        (("capture", "--text", text, "-o", "/nonexistent/x"), "folder does not exist"),
+        (("calibrate", "--text", text, "-o", "/nonexistent/x"), "folder does not exist"),
+        (("conformance", "--impl", "ref", "--profile", "none"), "profile: got 'none'"),
     ):
-        result = witcert(*arguments)
-        assert result.returncode == 1, arguments
-        assert result.stderr.startswith("witcert: ") and said in result.stderr
-        assert "Traceback" not in result.stderr
+        monkeypatch.setattr(sys, "argv", ["witcert", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert ended.value.code == 1 and not out, arguments
+        assert err.startswith("witcert: ") and said in err and err.count("\n") == 1
+
+
+def test_a_text_is_utf8(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"^text: got .*text.txt, wants UTF-8"):
+        _text(text)
 
 
 @pytest.mark.model

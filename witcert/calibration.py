@@ -16,14 +16,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
-from safetensors.torch import save_file
 from torch import Tensor
 
 from witcert_kernels import LayerCalibration
 from witcert_kernels.checks import check_range
 from witcert_kernels.layout import rope_pairs
 
-from .capture import Captured, CapturedLayer, ModelFingerprint, Progress, capture, layer_count, read_safetensors, traits
+from .capture import (
+    Captured,
+    CapturedLayer,
+    ModelFingerprint,
+    Progress,
+    capture,
+    layer_count,
+    read_safetensors,
+    traits,
+    write_safetensors,
+)
 from .metering import StoreOptions, causal_read, fill
 from .schemes import PackedScheme
 
@@ -124,7 +133,7 @@ class Calibration:
             for name in PARTS
         }
         metadata = {k: v.model_dump_json() if isinstance(v, BaseModel) else str(v) for k, v in self.metadata}
-        save_file(tensors, path, metadata=metadata)
+        write_safetensors(tensors, path, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -206,7 +206,7 @@ class Captured:
         for name, value in self.metadata:
             if value is not None:
                 metadata[name] = value.model_dump_json() if isinstance(value, BaseModel) else str(value)
-        save_file(tensors, path, metadata=metadata)
+        write_safetensors(tensors, path, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> Captured:
@@ -247,6 +247,14 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
         raise
     except Exception as error:
         raise OSError(f"{path}: not a safetensors file ({error})") from error
+
+
+def write_safetensors(tensors: dict[str, Tensor], path: str | Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file. Raises OSError where that is not possible."""
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"{path}: cannot be written ({error})") from error
 
 
 def layer_count(tensors: dict[str, Tensor], parts: tuple[str, ...]) -> int:

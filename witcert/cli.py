@@ -63,6 +63,16 @@ def table(header: tuple[str, ...], rows: list[list[str]]) -> Table:
     return grid
 
 
+def _check_target(path: Path | None) -> None:
+    """Refuse a file that could not be written, before the work that would be written."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder, wants a file to write")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: its folder does not exist")
+
+
 def _load(model: str | None, out: Console) -> tuple[Any, Any]:
     from . import model as models
 
@@ -100,8 +110,7 @@ def demo(
     # a step is many small operations: threads that wait for each other cost more than they bring on a busy machine
     torch.set_num_threads(threads)
     for target in (json, report):
-        if target is not None and not target.absolute().parent.is_dir():
-            raise ValueError(f"{target}: its folder does not exist")
+        _check_target(target)
     out = console()
     loaded, tokenizer = _load(model, out)
     with bar(out) as progress:
@@ -168,7 +177,10 @@ def _calibration(path: Path | None, model: Any) -> Any:
 
 
 def _text(path: Path) -> str:
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text: got {path}, wants UTF-8 ({error})") from error
     if not text.strip():
         raise ValueError(f"text: got an empty file {path}, wants some text")
     return text
@@ -203,6 +215,7 @@ def calibrate(
     """
     from . import calibration
 
+    _check_target(output)
     out = console()
     loaded, tokenizer = _load(model, out)
     with bar(out) as progress:
@@ -235,6 +248,7 @@ def capture(
 
     from .capture import capture as run
 
+    _check_target(output)
     out = console()
     loaded, tokenizer = _load(model, out)
     ids = tokenizer(_text(text))["input_ids"]
@@ -258,13 +272,20 @@ def meter(
 
     Example: witcert meter captured.safetensors --scheme int8 --scheme kivi2
     """
+    from witcert_kernels.checks import check_range
+
     from . import metering
     from .calibration import Calibration, default_for
     from .capture import Captured
+    from .schemes import get
 
     names = scheme or ["int8"]
     if json is not None and len(names) > 1:
         raise ValueError(f"--json: got {len(names)} schemes, wants one")
+    _check_target(json)
+    check_range("tau", tau, 0.0, float("inf"), open_low=True)
+    for name in names:
+        get(name)
     out = console()
     captured = Captured.load(file)
     fitted = Calibration.load(calibration) if calibration is not None else None
@@ -343,6 +364,16 @@ def release_check(
     raise typer.Exit(run(profile=profile, seed=seed, report=report))
 
 
+def _said(error: Exception) -> str:
+    """What an error says, in one line also where several fields of a file are wrong."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error)
+    wrong = (f"{'.'.join(map(str, e['loc'])) or error.title}: got {e['input']!r}, {e['msg']}" for e in error.errors())
+    return "; ".join(wrong)
+
+
 def main() -> None:
     """Entry point: a mistake of the user ends with one line, not with a traceback."""
     from .model import ModelUnavailable
@@ -350,7 +381,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, TypeError, OSError, ModelUnavailable) as error:
-        typer.echo(f"witcert: {error}", err=True)
+        typer.echo(f"witcert: {_said(error)}", err=True)
         raise SystemExit(1) from error
 
 

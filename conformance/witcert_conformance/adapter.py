@@ -459,6 +459,8 @@ def load(name: str) -> Adapter:
     try:
         found = getattr(importlib.import_module(module), attribute)
         adapter: Adapter = found()
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f"impl: cannot load {target!r}: {error}") from error
+    if not isinstance(getattr(adapter, "info", None), Info):
+        raise ValueError(f"impl: got {target!r}, whose info is not an Info, wants an Adapter")
     return adapter

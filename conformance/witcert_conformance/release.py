@@ -8,7 +8,7 @@ from pathlib import Path
 from . import kills
 from .adapter import CAPABILITIES, Adapter, load
 from .report import Run, write_report
-from .runner import Outcome, run_suite
+from .runner import SCALES, Outcome, run_suite
 
 SHIPPED = ("ref", "torch-cpu", "numba-cpu", "triton-interpret", "triton-cuda")
 
@@ -57,7 +57,12 @@ def release_check(
 
     Returns:
         0 if every property that was asked passed for every implementation and each of ``ALWAYS`` loads, else 1.
+
+    Raises:
+        ValueError: another profile.
     """
+    if profile not in SCALES:
+        raise ValueError(f"profile: got {profile!r}, wants one of {', '.join(SCALES)}")
     unsure: list[str] = []
     if implementations is None and profile == "release":
         write("planted bugs")

@@ -168,6 +168,11 @@ def test_file_round_trip(dtype: torch.dtype, tmp_path: Path, ids: torch.Tensor) 
             assert (a.sinks is None) == (b.sinks is None)
 
 
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"cannot be written"):
+        captured(tokens=3, steps=1).save(tmp_path / "none" / "c.safetensors")
+
+
 def test_file_of_another_engine_needs_only_the_scale(tmp_path: Path) -> None:
     tensors = {
         f"layers.{n}.{name}": torch.randn(10 if name != "q" else 4, 2, 8) for n in range(2) for name in ("q", "k", "v")

@@ -92,6 +92,12 @@ def test_an_unknown_implementation_is_a_usage_error() -> None:
     assert "wants one of ref, torch-cpu" in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("name", ["os:path", "json:JSONDecoder", "json:nothing"])
+def test_what_is_no_adapter_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^impl: .*{name}"):
+        load(name)
+
+
 def test_a_failure_prints_a_minimal_program_that_fails(tmp_path: Path) -> None:
     name = mutants()["clips_at126"].target
     done = run_pytest("--impl", name, "-k", "residual_within_half_step")
