@@ -17,8 +17,9 @@ def power_of_two(n):
 
 @triton.jit
 def power_of_two_wide(n):
-    """2^n for float64 integers n, exact; 0 down from n = −1023, Inf up from n = 1024."""
-    return ((tl.minimum(tl.maximum(n, -1023.0), 1024.0).to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    """2^n in float64 for integers n of either float type, exact; 0 down from n = −1023, Inf up from n = 1024."""
+    exponent = tl.minimum(tl.maximum(n, -1023.0), 1024.0).to(tl.int32) + 1023
+    return (exponent.to(tl.int64) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit

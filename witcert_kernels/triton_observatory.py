@@ -27,6 +27,8 @@ from .triton_tiles import (
     weighted_values,
 )
 
+RESIDENT = 2  # programs that the registers of a multiprocessor hold
+
 
 @triton.jit(do_not_specialize=["rows"])
 def _query_kernel(
@@ -187,7 +189,7 @@ def _observatory_kernel(
             r = tl.where(ok, y - w, float("-inf"))
             newer = tl.maximum(r_top, tl.ceil(tl.max(r, 1)))
             r_base = tl.where(newer == float("-inf"), 0.0, newer)
-            turn = power_of_two_wide((r_top - r_base).to(tl.float64))
+            turn = power_of_two_wide(r_top - r_base)
             r_top = newer
             gain = tl.exp2(r - r_base[:, None]).to(tl.float64)
             weight = known.to(tl.float64)
@@ -250,7 +252,7 @@ def decode_observatory(
     bands, r = t["witness"].shape[-1], t["sketch"].shape[-1]
     read = Read(
         q.contiguous(), page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, exact_k, exact_v, sinks, bias,
-        causal, sm_scale, cap, window_left, splits, page_size, kv_heads,
+        causal, sm_scale, cap, window_left, splits, page_size, kv_heads, groups=1, resident=RESIDENT,
     )  # fmt: skip
     query, acc, stats = observatory_room(read, Workspace(q.device, workspace), r=r, bands=bands)
     norms, outside, a, a_error, a_round, bad = query

@@ -6,8 +6,8 @@ from torch import Tensor
 from .layout import StoreLayout
 from .plan import Plan
 from .triton_common import Workspace
-from .triton_observatory import observatory_room
-from .triton_reader import packed_room
+from .triton_observatory import RESIDENT, observatory_room
+from .triton_reader import packed_room, resident_programs
 from .triton_tiles import Read
 
 META = torch.device("meta")
@@ -20,6 +20,9 @@ def _read(plan: Plan, splits: int) -> Read:
         return torch.empty(shape, dtype=dtype, device=META)
 
     layout = plan.layout
+    groups, resident = 1, RESIDENT
+    if isinstance(layout, StoreLayout):
+        groups, resident = layout.groups, resident_programs(layout.groups, layout.bypass, layout.dither)
     rows = plan.batch if plan.rows is None else plan.rows
     return Read(
         q=empty(rows, plan.heads, layout.head_dim, dtype=layout.dtype),
@@ -40,6 +43,8 @@ def _read(plan: Plan, splits: int) -> Read:
         wanted_splits=splits,
         page_size=layout.page_size,
         kv_heads=layout.kv_heads,
+        groups=groups,
+        resident=resident,
     )
 
 

@@ -38,6 +38,11 @@ __all__ = ["decode_observatory", "decode_packed"]
 DIGITS = 3
 
 
+def resident_programs(groups: int, kept: int, dither: bool) -> int:
+    """Programs that the registers of a multiprocessor are to hold, a few of which the compiler would else waste."""
+    return 4 if groups == 1 and kept == 0 and not dither else 3
+
+
 @triton.jit
 def _int8_to_half(x, INTERPRET: tl.constexpr):
     """int8 to float16, exact: a byte in the mantissa of 1024 + 128 + x, four at a time."""
@@ -527,12 +532,13 @@ def decode_packed(
     check_device(q)
     t = tensors
     _, page_size, kv_heads, d = t["k_codes"].shape
+    groups, groups_v, d_v = t["k_scale"].shape[-1], t["v_scale"].shape[-1], exact_v.shape[-1]
+    bands, r, kept = (t[name].shape[-1] for name in ("witness", "sketch", "bypass"))
     read = Read(
         q.contiguous(), page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, exact_k, exact_v, sinks, bias,
-        causal, sm_scale, cap, window_left, splits, page_size, kv_heads,
+        causal, sm_scale, cap, window_left, splits, page_size, kv_heads, groups=groups,
+        resident=resident_programs(groups, kept, bool(scalars["dither"])),
     )  # fmt: skip
-    groups, groups_v, d_v = t["k_scale"].shape[-1], t["v_scale"].shape[-1], read.head_dim_v
-    bands, r, kept = (t[name].shape[-1] for name in ("witness", "sketch", "bypass"))
     query, acc, stats = packed_room(
         read, Workspace(q.device, workspace), r=r, bands=bands, groups=groups, kept=kept, digits=digits,
         with_radius=delta_local > 0,
@@ -555,7 +561,7 @@ def decode_packed(
             PERIOD=scalars["dither_period"] if scalars["dither"] else 0, RADIUS=delta_local > 0, SHIFT=mixed,
             DIGITS=digits, WP=padded(d // groups, 32),
             HALF_RHO=math.sqrt(d_v if groups_v == 1 else 1) / 2 * rounding.STEP_WIDEN * (1 + (d_v + 16) * rounding.U),
-            PAIRED=paired, CERTIFICATE=certificate, num_stages=3,
+            PAIRED=paired, CERTIFICATE=certificate, maxnreg=read.registers, num_stages=3,
         )  # fmt: skip
         if read.has_exact:
             read_exact(read, query.bad, acc, stats)

@@ -81,7 +81,7 @@ def _sum_of_powers(x):
     """Σ 2^x over the tokens of float32 ``[rows, tokens]`` that may leave float32's range, float64, Inf from 1024 on."""
     top = tl.ceil(tl.max(x, 1))
     base = tl.where(top == float("-inf"), 0.0, top)
-    return tl.sum(tl.exp2(x - base[:, None]), 1).to(tl.float64) * power_of_two_wide(base.to(tl.float64))
+    return tl.sum(tl.exp2(x - base[:, None]), 1).to(tl.float64) * power_of_two_wide(base)
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def fold(
     newer = tl.maximum(m, tl.ceil(top))
     base = tl.where(newer == float("-inf"), 0.0, newer)
     drop = tl.where(m == float("-inf"), float("-inf"), m - base)
-    factor = power_of_two_wide(drop.to(tl.float64))
+    factor = power_of_two_wide(drop)
     shifted = y - base[:, None]
     p = tl.exp2(shifted)
     weighted = tl.where(rho == float("inf"), float("inf"), p * tl.where(rho == float("inf"), 0.0, rho))
@@ -141,7 +141,7 @@ def fold(
                 base_wide = tl.where(newer_wide == float("-inf"), 0.0, newer_wide)
                 old = tl.where(m_wide == float("-inf"), float("-inf"), m_wide - base_wide)
                 mass = tl.sum(tl.exp2(y + c - base_wide[:, None]), 1)
-                l_wide = l_wide * power_of_two_wide(old.to(tl.float64)) + mass.to(tl.float64)
+                l_wide = l_wide * power_of_two_wide(old) + mass.to(tl.float64)
                 m_wide = newer_wide
         if INTERPRET:
             s0, s1, s2, s3 = tl.sum(p, 1), tl.sum(excess, 1), tl.sum(square, 1), tl.sum(weighted, 1)

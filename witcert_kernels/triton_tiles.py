@@ -40,6 +40,7 @@ U = tl.constexpr(rounding.U)
 LOG2E = tl.constexpr(1.4426950408889634)
 HALF_SCALE = tl.constexpr(16384.0)  # keeps weights clear of float16's underflow
 FLUSHED = tl.constexpr(2.0**-126)  # most that underflow takes from a square
+THREADS = 128  # of a program
 # arguments that change from call to call: a kernel is compiled once for all of their values
 SIZES = ["batch", "total", "max_pages", "bias_tokens", "window_left", "slots"]
 
@@ -235,7 +236,8 @@ def store_known(Stats, slot, slots, total, row, row_ok, m, l, a1, a2, c_max, er,
 class Read:
     """A decode's arguments, see :func:`witcert_kernels.certified_decode`, and how kernels cut it, from shapes alone.
 
-    q ``[rows, heads, d]`` is contiguous. ``wanted_splits`` below 1: as many as give every multiprocessor four programs.
+    q ``[rows, heads, d]`` is contiguous. ``wanted_splits`` below 1: as many as fill the device. ``groups``: scales of a
+    token's key. ``resident``: programs of few rows that a multiprocessor's registers are to hold.
     """
 
     q: Tensor
@@ -256,6 +258,8 @@ class Read:
     wanted_splits: int
     page_size: int
     kv_heads: int
+    groups: int
+    resident: int
 
     @property
     def per_head(self) -> int:
@@ -294,12 +298,23 @@ class Read:
     @property
     def block_m(self) -> int:
         """Rows a tile."""
-        return min(padded(self.flat_rows, 1), 32 if self._widest <= 128 else 16)
+        return min(padded(self.flat_rows, 1), 16)
 
     @property
     def block_n(self) -> int:
-        """Tokens a tile."""
-        return 64 if self._widest <= 128 else 32 if self._widest <= 256 else 16
+        """Tokens a tile: as many as leave its numbers in registers."""
+        if self._widest > 128:
+            return 32 if self._widest <= 256 else 16
+        return 64 if self.groups == 1 and (self.qo_indptr is None or self._widest <= 64) else 32
+
+    @property
+    def _few_rows(self) -> bool:
+        return self.qo_indptr is None and self.block_m < 16
+
+    @property
+    def registers(self) -> int | None:
+        """Registers a thread that ``resident`` programs leave each other; None for all that there are."""
+        return 65536 // (self.resident * THREADS) // 8 * 8 if self._few_rows and self.resident > 2 else None
 
     @property
     def programs(self) -> int:
@@ -315,9 +330,10 @@ class Read:
         return max(1, min(wanted, self._blocks, 65535))
 
     def filling(self, device: torch.device) -> int:
-        """Splits that give every multiprocessor the four programs that its registers hold, of four tiles at least."""
+        """Splits that give every multiprocessor the programs that its registers hold, of 256 tokens at least."""
         cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        return max(1, min(4 * cores // max(self.programs * self.kv_heads, 1), triton.cdiv(self._blocks, 4)))
+        programs = (self.resident if self._few_rows else 2) * cores
+        return max(1, min(programs // max(self.programs * self.kv_heads, 1), triton.cdiv(self.capacity, 256)))
 
     @property
     def _blocks(self) -> int:
@@ -370,7 +386,7 @@ class Read:
             "BLOCK_N": self.block_n,
             "DVP": padded(self.head_dim_v, 16),
             "INTERPRET": INTERPRETED,
-            "num_warps": 4 if self.block_m <= 16 else 8,
+            "num_warps": THREADS // 32,
         }
 
     def precision(self) -> dict[str, int | bool]:
