@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experiments import activations
+from experiments.beside import every_bound
 from experiments.cells import EFORM, Account, Cells, covered
 from experiments.intervals import INTERVAL, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
@@ -28,6 +29,7 @@ GROUP, TOPS = 32, (2, 4, 8)
 PAPER = {0: (0.525, 0.907), 2: (0.818, 0.999), 4: (0.843, 1.000), 8: (0.929, 1.000), 16: (0.980, 1.000)}  # Qwen, Yi
 DITHERED = Layout(group=GROUP, dither=64)
 DEFAULT = Layout(equalizer=True, sketch=1)
+BESIDE = ("m = 0", "m = 4", "m = 8", "default")  # under every bound
 DEFAULT_NAME = "equaliser, sketch 1, one scale"
 HALVES, CALIBRATED, TEXTS = "halves of a text", "a text and the calibration text", "two texts"
 DIFFERS: tuple[str, ...] = (
@@ -112,9 +114,7 @@ def run(quick: bool = False) -> Result:
                 cells = Cells(
                     attention, store.error(q), store.radius(q, local) if layout.dither else store.half_step(q)
                 )
-                values = cells.values((EFORM, "meter"))
-                account.check("meter and e-form >= true total variation", values.values(), [cells.tv])
-                account.check("c >= every logit error", [cells.c], [np.abs(cells.eps)])
+                values = account.bounds(cells, every=name in BESIDE)
                 account.add(name, i, {"true": cells.tv, **values})
     jaccards = {top: stability(captures, activations.calibration_text(quick), top) for top in TOPS}
     rows = [
@@ -149,7 +149,10 @@ def run(quick: bool = False) -> Result:
         rows=rows,
         violations=account.violations(),
         differs=list(DIFFERS),
-        tables=_tables(account, stores, jaccards, 2 * limit),
+        tables=[
+            *_tables(account, stores, jaccards, 2 * limit),
+            *every_bound(("store",), {(name,): account.beside(name) for name in BESIDE if name in stores}),
+        ],
         quick=quick,
     )
 
@@ -163,9 +166,9 @@ def _tables(
         size = layout.bytes(d)
         source = "radius" if layout.dither else "half_step"
         shares = [spread((bound <= level).astype(float)) for bound in (eform, meter) for level in (TAU, TAU / 2)]
-        middle = [float(np.median(value)) for value in (eform, meter, true)]
+        middle = [spread(value, np.median) for value in (eform, meter, true)]
         paper = PAPER[layout.bypass] if name == f"m = {layout.bypass}" else (None, None)
-        rows.append((name, source, size, 1 - size / (2 * d), *paper, *chain(*shares), *middle))
+        rows.append((name, source, size, 1 - size / (2 * d), *paper, *chain(*shares, *middle)))
     return [
         Table(
             f"Stores (bytes of a key; {GROUP}-channel groups but for “one scale” and the default, {DEFAULT_NAME})",
@@ -185,8 +188,11 @@ def _tables(
                 f"τ = {TAU / 2}",
                 INTERVAL,
                 "median e-form",
+                INTERVAL,
                 "median meter",
+                INTERVAL,
                 "median true",
+                INTERVAL,
             ),
             rows,
         ),
