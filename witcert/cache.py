@@ -23,7 +23,7 @@ from witcert_kernels import (
     StoreLayout,
     Telemetry,
 )
-from witcert_kernels.checks import check_integer, check_range, check_tensor
+from witcert_kernels.checks import check_flag, check_integer, check_range, check_tensor
 from witcert_kernels.layout import MODEL_DTYPES
 
 from . import schemes
@@ -98,6 +98,8 @@ def _check_read(
     check_range("softcap", cap, 0.0, 1e6)
     if sinks is not None:
         check_tensor("s_aux", sinks, (q.shape[1],), MODEL_DTYPES, store.pool.device)
+        if sinks.device.type == "cpu" and not bool(sinks.isfinite().all()):
+            raise ValueError("s_aux: got a number that is not finite, wants finite ones")
 
 
 class WitCertLayer(CacheLayerMixin):
@@ -217,9 +219,11 @@ class WitCertCache(Cache):
             raise TypeError(f"scheme: got {type(scheme).__name__}, wants a name or a Scheme")
         if tau is not None:
             check_range("tau", tau, 0.0, float("inf"), open_low=True)
+        if backing is not None:
+            check_flag("backing", backing)
         if tau is not None and backing is False:
             raise ValueError("backing: got False, wants True or None: the gate repairs from the backing store")
-        check_range("history", history, 0, 2**62)
+        check_integer("history", history, 0, 2**62)
         if telemetry is not None and not isinstance(telemetry, Telemetry):
             raise TypeError(f"telemetry: got {type(telemetry).__name__}, wants a witcert_kernels.Telemetry")
         if seed is not None:
@@ -251,8 +255,7 @@ class WitCertCache(Cache):
         Args:
             key_states: ``[batch, kv_heads, n, head_dim]``. value_states: ``[batch, kv_heads, n, head_dim_v]``.
         """
-        if not 0 <= layer_idx < len(self.layers):
-            raise ValueError(f"layer_idx: got {layer_idx}, wants 0..{len(self.layers) - 1}")
+        check_integer("layer_idx", layer_idx, 0, len(self.layers) - 1)
         handle = Handle(self, layer_idx, key_states, value_states)
         return handle, handle  # type: ignore[return-value]
 
@@ -279,7 +282,10 @@ class WitCertCache(Cache):
             BudgetExhausted: the dithered store's steps are used up; nothing is written.
         """
         index, layer = handle.layer_idx, self.layers[handle.layer_idx]
+        check_tensor("query", query, (None, None, None, None))
         batch, _, n, _ = query.shape
+        for name, x in (("key", handle.k), ("value", handle.v)):
+            check_tensor(name, x, (batch, None, n, None))
         if layer.window != window:
             raise ValueError(f"sliding_window: got {window} in layer {index}, wants {layer.window}, as the config says")
         chunk = Chunk.of(layer.store, attention_mask, batch, n, query.device)
@@ -330,11 +336,14 @@ class WitCertCache(Cache):
         """
         if len(keys_values) != len(self.layers):
             raise ValueError(f"keys_values: got {len(keys_values)} layers, wants {len(self.layers)}")
+        for pair in keys_values:
+            for name, x in zip(("key", "value"), pair, strict=True):
+                check_tensor(f"keys_values, {name}", x, (None, None, None, None))
         if self.get_seq_length():
             raise ValueError(f"preload: got a cache of {self.get_seq_length()} positions, wants an empty one")
         batch, _, n, _ = keys_values[0][0].shape
         for x in (x for pair in keys_values for x in pair):
-            if x.ndim != 4 or (x.shape[0], x.shape[2]) != (batch, n):
+            if (x.shape[0], x.shape[2]) != (batch, n):
                 raise ValueError(
                     f"keys_values: got shape {list(x.shape)}, wants [{batch}, kv_heads, {n}, d] everywhere"
                 )
@@ -363,6 +372,7 @@ class WitCertCache(Cache):
             ValueError: a positive number (the length to keep, in older transformers), or a group of tokens that were
                 quantised together would be split and its exact tokens are gone (see :meth:`activate_past_recording`).
         """
+        check_integer("tokens_to_remove", tokens_to_remove, -(2**62), 2**62)
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop: got {tokens_to_remove}, wants 0 or a negative number: minus the positions to remove"
@@ -380,13 +390,14 @@ class WitCertCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences ``indices`` (numbers, or a mask), in that order. Raises as :meth:`reorder_cache`."""
+        check_tensor("indices", indices, (None,))
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         self._select("indices", indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence ``repeats`` times. Raises as :meth:`reorder_cache`."""
-        check_range("repeats", repeats, 1, 2**31 - 1)
+        check_integer("repeats", repeats, 1)
         self._select("indices", torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
 
     def report(self) -> Report:
@@ -532,7 +543,8 @@ class WitCertCache(Cache):
         return reading.out
 
     def _select(self, name: str, indices: Tensor) -> None:
-        batch, rows = self.batch_size, [int(i) for i in indices.tolist()]
+        check_tensor(name, indices, (None,), (torch.int64, torch.int32))
+        batch, rows = self.batch_size, indices.tolist()
         if batch < 0:
             return
         if not rows or min(rows) < -batch or max(rows) >= batch:

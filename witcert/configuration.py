@@ -22,8 +22,11 @@ def windows(config: PreTrainedConfig) -> list[int | None]:
     """Positions of each layer's sliding window, None for full attention.
 
     Raises:
+        TypeError: not a configuration.
         ValueError: layers that a compressed store of keys and values cannot serve, with the reason.
     """
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"config: got {type(config).__name__}, wants a PreTrainedConfig")
     text: Any = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
         raise ValueError("config: got an encoder-decoder model, wants a decoder: cross-attention is not causal")

@@ -60,7 +60,7 @@ def continue_padding(mask: Tensor | None, pads: list[int], lengths: list[int], t
     begun, so that the host does not wait.
 
     Raises:
-        ValueError: the mask contradicts what the cache holds.
+        TypeError: not a tensor. ValueError: the mask contradicts what the cache holds.
     """
     if mask is None:
         if any(pads):
@@ -68,6 +68,8 @@ def continue_padding(mask: Tensor | None, pads: list[int], lengths: list[int], t
                 "attention_mask: got None, wants the mask of all positions, since the cache holds padded sequences"
             )
         return list(pads)
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask: got {type(mask).__name__}, wants a tensor")
     if mask.device.type != "cpu" and all(lengths) and tuple(mask.shape) == (len(pads), total):
         expected = torch.arange(total, device=mask.device) >= to_device(pads, mask.device)[:, None]
         torch._assert_async(((mask != 0) == expected).all(), "attention_mask: contradicts the padding in the cache")

@@ -19,21 +19,29 @@ def lengths(cache: WitCertCache) -> list[int]:
     return [layer.get_seq_length() for layer in cache.layers]
 
 
-@pytest.mark.parametrize("wrong", ["softcap", "scale", "dtype", "heads"])
+@pytest.mark.parametrize("wrong", ["softcap", "scale", "dtype", "heads", "sinks", "longer", "batch", "values", "mask"])
 def test_a_refused_step_changes_nothing(wrong: str) -> None:
     cache = WitCertCache(model("llama").config, "int8_dither")
     generate("llama", prompt(9), cache, max_new_tokens=3)
     kv, d = 2, cache.layers[0].store.pool.layout.head_dim  # type: ignore[union-attr]
-    k = torch.ones(1, kv, 1, d, dtype=torch.float64 if wrong == "dtype" else torch.float32)
+    shape = (2 if wrong == "batch" else 1, kv, 2 if wrong == "longer" else 1, d)
+    k = torch.ones(shape, dtype=torch.float64 if wrong == "dtype" else torch.float32)
+    v = torch.ones(1, kv, 3, d) if wrong == "values" else k
     query = torch.ones(1, 3 if wrong == "heads" else 4, 1, d)
-    before, spent = lengths(cache), cache.budget.spent  # type: ignore[union-attr]
+    before, spent, report = lengths(cache), cache.budget.spent, cache.report()  # type: ignore[union-attr]
     bytes_before = copy.deepcopy(cache.layers[0].store.pool.k_codes)  # type: ignore[union-attr]
-    handle, _ = cache.update(k, k, 0)
-    options = {"sm_scale": -1.0 if wrong == "scale" else None, "logits_soft_cap": 2e6 if wrong == "softcap" else 0.0}
-    with pytest.raises((ValueError, TypeError), match=r"^(softcap|scaling|query|key): got"):
-        cache.attend(handle, query, None, **options)  # type: ignore[arg-type]
+    handle, _ = cache.update(k, v, 0)
+    options = {
+        "sm_scale": -1.0 if wrong == "scale" else None,
+        "logits_soft_cap": 2e6 if wrong == "softcap" else 0.0,
+        "sinks": torch.full((4,), torch.nan) if wrong == "sinks" else None,
+    }
+    mask = "none" if wrong == "mask" else None
+    with pytest.raises((ValueError, TypeError), match=r"^(softcap|scaling|query|key|value|s_aux|attention_mask): got"):
+        cache.attend(handle, query, mask, **options)  # type: ignore[arg-type]
     assert lengths(cache) == before and cache.budget.spent == spent  # type: ignore[union-attr]
     assert torch.equal(cache.layers[0].store.pool.k_codes, bytes_before)  # type: ignore[union-attr]
+    assert cache.report() == report
     step = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.ones(1, before[0] + 1, dtype=torch.int64)}
     forward("llama", step, cache)
     assert lengths(cache) == [n + 1 for n in before]

@@ -146,6 +146,8 @@ def test_models(config: Any, message: str) -> None:
         ({"tau": float("nan")}, ValueError, "tau: got nan"),
         ({"tau": 0.1, "backing": False}, ValueError, "backing: got False"),
         ({"history": -1}, ValueError, "history: got -1"),
+        ({"history": 1.5}, TypeError, "history: got 1.5"),
+        ({"backing": "no"}, TypeError, "backing: got 'no'"),
         ({"page": 4}, TypeError, "layout: got page, wants some of .*page_size"),
         ({"dither": True}, TypeError, "layout: got dither"),
         ({"scheme": "rtn4", "group": 8}, TypeError, "layout: got group"),
@@ -190,7 +192,7 @@ def test_seed(scheme: str, seed: Any, error: type[Exception], message: str) -> N
 
 def test_layer_index() -> None:
     k = torch.zeros(1, KV_HEADS, 3, 16)
-    with pytest.raises(ValueError, match=r"layer_idx: got 2, wants 0\.\.1"):
+    with pytest.raises(ValueError, match=r"layer_idx: got 2, wants a number in \[0, 1\]"):
         WitCertCache(CONFIG).update(k, k, 2)
 
 
@@ -249,3 +251,22 @@ def test_an_interrupted_step_is_noticed() -> None:
     forward("llama", inputs, cache)
     forward("llama", token, cache)
     assert cache.get_seq_length() == 5
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda cache: cache.crop(-0.5), "tokens_to_remove: got -0.5"),
+        (lambda cache: cache.reorder_cache(torch.tensor([0.5])), "beam_idx: got dtype torch.float32"),
+        (lambda cache: cache.reorder_cache([0]), "beam_idx: got list"),
+        (lambda cache: cache.batch_select_indices([0]), "indices: got list"),
+        (lambda cache: cache.batch_repeat_interleave(1.5), "repeats: got 1.5"),
+        (lambda cache: cache.update(torch.ones(1), torch.ones(1), "0"), "layer_idx: got '0'"),
+        (lambda cache: cache.preload([(None, None)] * 2), "keys_values, key: got NoneType"),
+        (lambda cache: WitCertCache(None), "config: got NoneType"),
+    ],
+)
+def test_arguments_of_another_type(call: Callable[[Any], Any], message: str) -> None:
+    cache = WitCertCache(CONFIG)
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call(cache)
