@@ -47,6 +47,7 @@ from witcert_kernels import (
 BF16 = torch.bfloat16
 KERNELS = [
     (triton_writer, "_write_kernel"),
+    (triton_writer, "_observe_kernel"),
     (triton_query, "_query_kernel"),
     (triton_reader, "_packed_kernel"),
     (triton_exact, "_exact_kernel"),
@@ -171,16 +172,19 @@ def calibration(kv_heads: int, d: int, sketch: int, bypass: int) -> LayerCalibra
     return LayerCalibration(plain.mu, plain.f, torch.zeros(kv_heads, sketch, d), pairs)
 
 
-def arguments(layout: StoreLayout | ObservatoryLayout, rows: int, heads: int, batch: int, extend: bool) -> list[Any]:
+def arguments(
+    layout: StoreLayout | ObservatoryLayout, rows: int, heads: int, batch: int, extend: bool, repaired: bool = False
+) -> list[Any]:
     """The op's tensors before those of the pool: decode over long sequences, or a ragged batch with everything."""
     pages, kv, dtype = 512, layout.kv_heads, layout.dtype
     exact = [meta(3, layout.page_size, d, dtype=dtype) for d in (layout.head_dim, layout.head_dim_v)]
     head = [meta(rows, heads, layout.head_dim, dtype=dtype), meta(batch, pages, dtype=torch.int32)]
     head.append(meta(batch, dtype=torch.int32))
+    slots = meta(batch, kv, pages, dtype=torch.int32)
     if not extend:
-        return [*head, None, None, None, None, *exact, None, None]
+        return [*head, None, None, None, slots if repaired else None, *exact, None, None]
     new = [meta(rows, kv, d, dtype=dtype) for d in (layout.head_dim, layout.head_dim_v)]
-    slots, sinks = meta(batch, kv, pages, dtype=torch.int32), meta(heads, dtype=dtype)
+    sinks = meta(heads, dtype=dtype)
     bias = meta(rows, heads, 1000, dtype=torch.float32)
     return [*head, meta(batch + 1, dtype=torch.int32), *new, slots, *exact, sinks, bias]
 
@@ -193,9 +197,10 @@ def packed(
     rows: int | None = None,
     radius: bool = False,
     telemetry: bool = False,
+    repaired: bool = False,
     **options: Any,
 ) -> None:
-    """Write one token and decode; with ``rows``, a ragged batch of them."""
+    """Write one token and decode, ``repaired`` with exact pages; with ``rows``, a ragged batch of them."""
     extend = rows is not None
     pool = PackedPool(
         layout, 1, calibration=calibration(layout.kv_heads, layout.head_dim, layout.sketch, layout.bypass), seed=2**63
@@ -210,7 +215,7 @@ def packed(
         tensors["bypass_channels"], tensors["band_of_channel"], layout.dither, layout.dither_period, 2**63, 2**31,
     )  # fmt: skip
     triton_reader.decode_packed(
-        *arguments(layout, rows or batch, heads, batch, extend), tensors=tensors, causal=True, sm_scale=0.1,
+        *arguments(layout, rows or batch, heads, batch, extend, repaired), tensors=tensors, causal=True, sm_scale=0.1,
         scalars={"dither": int(layout.dither), "dither_period": layout.dither_period, "seed": 2**63, "layer": 2**31},
         cap=30.0 if extend else 0.0, window_left=4096 if extend else -1, delta_local=0.1 if radius else 0.0,
         **{"splits": 16, **options}, telemetry=Telemetry().buffer.to("meta") if telemetry else None,
@@ -218,10 +223,15 @@ def packed(
 
 
 def observatory(layout: ObservatoryLayout, heads: int, batch: int) -> None:
-    """Decode from an observatory."""
+    """Write one token and decode from an observatory."""
     pool = ObservatoryPool(layout, 1, calibration=calibration(layout.kv_heads, layout.head_dim, layout.sketch, 0))
     tensors = {n: getattr(pool, n).to("meta") for n in (*pool.page_tensors, "band_of_channel")}
     tensors |= {n: getattr(pool.calibration, n).to("meta") for n in ("f", "u")}
+    k, v = (meta(batch, layout.kv_heads, d, dtype=layout.dtype) for d in (layout.head_dim, layout.head_dim_v))
+    triton_writer.write_observatory(
+        k, v, k, v, meta(batch, dtype=torch.int64), *(tensors[n] for n in pool.page_tensors), tensors["f"],
+        tensors["u"], tensors["band_of_channel"],
+    )  # fmt: skip
     triton_observatory.decode_observatory(
         *arguments(layout, batch, heads, batch, False), tensors=tensors, causal=True, sm_scale=0.1, cap=0.0,
         window_left=-1, splits=16,
@@ -244,11 +254,15 @@ CALLS = {
     "decode-gqa-8-two-digits": _llama(64, 8, digits=2),
     "decode-d-64": _llama(9, 3, 64),
     "decode-d-256": _llama(4, 1, 256, sketch=8, layout={"witness_bands": 4}),
+    "decode-mqa": _llama(32, 1),
+    "decode-repaired": _llama(32, 8, repaired=True),
+    "decode-sources": _llama(32, 8, sketch=4, layout={"witness_bands": 1, "bypass": 4}),
     "decode-groups": _llama(32, 8, layout={"group": 32}),
     "decode-dithered": partial(
         packed, StoreLayout(2, 64, 64, dtype=BF16, dither=True, bypass=2, witness_bands=1), 8, 8, radius=True
     ),
     "extend": partial(packed, StoreLayout(2, 64, 64, dtype=BF16, sketch=1), 8, 4, rows=200),
+    "extend-d-128": _llama(32, 8, rows=200),
     "float32-groups": partial(packed, StoreLayout(1, 80, 48, page_size=16, group=16, witness_bands=2), 3, 2),
     "observatory": partial(observatory, ObservatoryLayout(2, 64, 64, dtype=BF16, witness_bands=4, sketch=2), 8, 4),
 }

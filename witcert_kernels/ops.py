@@ -119,11 +119,16 @@ def _observe(
     u: Tensor,
     band_of_channel: Tensor,
 ) -> None:
-    with full_precision(k.device):
-        writer.write_observatory(
-            k, v, k_new, v_new, slots, k_hat, witness, sketch, sketch_scale, v_hat, v_error, v_norm, f, u,
-            band_of_channel,
-        )  # fmt: skip
+    arguments = (
+        k, v, k_new, v_new, slots, k_hat, witness, sketch, sketch_scale, v_hat, v_error, v_norm, f, u, band_of_channel,
+    )  # fmt: skip
+    if use_triton(k.device):
+        from . import triton_writer
+
+        triton_writer.write_observatory(*arguments)
+    else:
+        with full_precision(k.device):
+            writer.write_observatory(*arguments)
 
 
 _OUTPUTS = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

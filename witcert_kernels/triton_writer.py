@@ -1,4 +1,4 @@
-"""The packed writer in Triton: the bytes of :mod:`witcert_kernels.writer`, some tokens of a kv head a program."""
+"""The writers in Triton: the bytes of :mod:`witcert_kernels.writer`, some tokens of a kv head a program."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -195,4 +195,152 @@ def write_packed(
         GROUPS_V=groups_v, R=sketch.shape[-1], BANDS=witness.shape[-1], KEPT=bypass.shape[-1], DITHER=dither_on,
         TOKENS=tokens, GP=padded(groups, 1), WP=padded(d // groups, 1), GVP=padded(groups_v, 1),
         WVP=padded(d_v // groups_v, 1), WIDEN_HALF=rounding.STEP_WIDEN / 2, FLOAT_UP=rounding.FLOAT_UP, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _half_up(x):
+    """As :func:`witcert_kernels.writer.half_up`; x float64."""
+    half = x.to(tl.float32).to(tl.float16)
+    for _ in tl.static_range(2):
+        low = half.to(tl.float64) < x
+        half = (half.to(tl.int16, bitcast=True) + low.to(tl.int16)).to(tl.float16, bitcast=True)
+    return half
+
+
+@triton.jit
+def _nearest(x, TYPE: tl.constexpr):
+    """float32 to the nearest number of a 16-bit type, ties to even, in float32: the interpreter truncates bfloat16."""
+    if TYPE.is_bf16():
+        bits = x.to(tl.int32, bitcast=True)
+        bits = ((bits + 32767 + ((bits >> 16) & 1)) >> 16) << 16
+        near = tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
+    else:
+        near = x.to(TYPE).to(tl.float32)
+    return near
+
+
+@triton.jit
+def _reconstruction(X, New, at, mask, TYPE: tl.constexpr):
+    """A reconstruction as it is stored, in float32, the exact numbers, and the tokens ``[tokens]`` that are not finite
+    and count as zeros; all of ``[tokens, channels]``.
+    """
+    exact = tl.load(X + at, mask=mask, other=0.0).to(tl.float32)
+    stored = _nearest(tl.load(New + at, mask=mask, other=0.0).to(tl.float32), TYPE)
+    finite = (tl.abs(exact) < float("inf")) & (tl.abs(stored) < float("inf"))
+    dead = tl.max((finite == 0).to(tl.int32), 1) > 0
+    return tl.where(dead[:, None], 0.0, stored), tl.where(dead[:, None], 0.0, exact), dead
+
+
+@triton.jit(do_not_specialize=["count"])
+def _observe_kernel(
+    K,
+    V,
+    KNew,
+    VNew,
+    Slots,
+    KHat,
+    Witness,
+    Sketch,
+    SketchScale,
+    VHat,
+    VError,
+    VNorm,
+    F,
+    Directions,
+    BandOfChannel,
+    count,
+    KV: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    R: tl.constexpr,
+    BANDS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DP: tl.constexpr,
+    DVP: tl.constexpr,
+    WIDE_UP: tl.constexpr,
+    FLOAT_UP: tl.constexpr,
+):
+    """TOKENS tokens of a kv head; see :func:`witcert_kernels.writer.write_observatory`."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    kv_head = tl.program_id(1)
+    here = token < count
+    slot = tl.load(Slots + token, mask=here, other=0)
+    cell, row = slot * KV + kv_head, token * KV + kv_head
+
+    channel = tl.arange(0, DP)
+    inside = channel < D
+    mask = here[:, None] & inside[None, :]
+    stored, exact, dead = _reconstruction(K, KNew, row[:, None] * D + channel[None, :], mask, KHat.dtype.element_ty)
+    tl.store(KHat + cell[:, None] * D + channel[None, :], stored.to(KHat.dtype.element_ty), mask=mask)
+    f = tl.load(F + kv_head * D + channel, mask=inside, other=1.0).to(tl.float64)
+    residual = (stored.to(tl.float64) - exact.to(tl.float64)) / tl.broadcast_to(f[None, :], (TOKENS, DP))
+    band = tl.load(BandOfChannel + channel, mask=inside, other=-1)[None, :]
+    for b in tl.static_range(BANDS):
+        norm = _half_up(tl.sqrt(tl.sum(tl.where(band == b, residual * residual, 0.0), 1)) * WIDE_UP)
+        norm = tl.where(dead, float("inf"), norm.to(tl.float32)).to(tl.float16)
+        tl.store(Witness + cell * BANDS + b, norm, mask=here)
+    if R > 0:
+        largest = tl.zeros((TOKENS,), tl.float64)
+        for i in tl.static_range(R):
+            u = tl.load(Directions + (kv_head * R + i) * D + channel, mask=inside, other=0.0).to(tl.float64)
+            largest = tl.maximum(largest, tl.abs(tl.sum(residual * u[None, :], 1)))
+        unit = tl.maximum(_half_up(largest / 127.0).to(tl.float32), 0.000000059604644775390625)
+        lost = dead | (unit == float("inf"))
+        tl.store(SketchScale + cell, tl.where(lost, float("inf"), unit).to(tl.float16), mask=here)
+        step = tl.where(lost, 1.0, unit).to(tl.float64)
+        for i in tl.static_range(R):
+            u = tl.load(Directions + (kv_head * R + i) * D + channel, mask=inside, other=0.0).to(tl.float64)
+            code = round_even_wide(tl.where(lost, 0.0, tl.sum(residual * u[None, :], 1) / step))
+            tl.store(Sketch + cell * R + i, code.to(tl.int8), mask=here)
+
+    column = tl.arange(0, DVP)
+    mask_v = here[:, None] & (column < DV)[None, :]
+    stored_v, exact_v, dead_v = _reconstruction(
+        V, VNew, row[:, None] * DV + column[None, :], mask_v, VHat.dtype.element_ty
+    )
+    tl.store(VHat + cell[:, None] * DV + column[None, :], stored_v.to(VHat.dtype.element_ty), mask=mask_v)
+    read = stored_v.to(tl.float64)
+    difference = read - exact_v.to(tl.float64)
+    error = _half_up(tl.sqrt(tl.sum(difference * difference, 1)) * WIDE_UP)
+    tl.store(VError + cell, tl.where(dead_v, float("inf"), error.to(tl.float32)).to(tl.float16), mask=here)
+    norm_v = (tl.sqrt(tl.sum(read * read, 1)) + error.to(tl.float64)) * FLOAT_UP
+    tl.atomic_max(VNorm + slot // PAGE * KV + kv_head, tl.where(dead_v, 0.0, norm_v).to(tl.float32), mask=here)
+
+
+def write_observatory(
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    slots: Tensor,
+    k_hat: Tensor,
+    witness: Tensor,
+    sketch: Tensor,
+    sketch_scale: Tensor,
+    v_hat: Tensor,
+    v_error: Tensor,
+    v_norm: Tensor,
+    f: Tensor,
+    u: Tensor,
+    band_of_channel: Tensor,
+) -> None:
+    """As :func:`witcert_kernels.writer.write_observatory`; norms may differ by a unit in fp16's last place, upwards or
+    downwards, as sums in float64 are ordered otherwise.
+
+    Raises:
+        ValueError: a CPU tensor without ``TRITON_INTERPRET=1``.
+    """
+    check_device(k)
+    n, kv_heads, d = k.shape
+    d_v = v.shape[-1]
+    if n == 0:
+        return
+    tokens = TOKENS if max(d, d_v) <= 256 or INTERPRETED else 1
+    _observe_kernel[(triton.cdiv(n, tokens), kv_heads)](
+        k.contiguous(), v.contiguous(), k_new.contiguous(), v_new.contiguous(), slots.contiguous(), k_hat, witness,
+        sketch, sketch_scale, v_hat, v_error, v_norm, f, u, band_of_channel, n, KV=kv_heads, PAGE=k_hat.shape[1], D=d,
+        DV=d_v, R=sketch.shape[-1], BANDS=witness.shape[-1], TOKENS=tokens, DP=padded(d, 1), DVP=padded(d_v, 1),
+        WIDE_UP=1 + 2.0**-40, FLOAT_UP=rounding.FLOAT_UP, num_warps=4,
     )  # fmt: skip

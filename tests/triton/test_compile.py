@@ -10,14 +10,17 @@ from typing import Any
 
 import aot_report
 import pytest
+import triton
 
 Report = dict[str, list[dict[str, Any]]]
 
 
 CALLS = (
-    "decode", "decode-gqa-8", "decode-gqa-8-two-digits", "decode-telemetry", "decode-dithered", "extend",
-    "float32-groups", "observatory",
+    "decode", "decode-gqa-8", "decode-gqa-8-two-digits", "decode-telemetry", "decode-repaired", "decode-dithered",
+    "decode-groups", "extend", "extend-d-128", "float32-groups", "observatory",
 )  # fmt: skip
+# bytes a thread, outside the main loop but for a few: what Triton before 3.9 makes of the same source is larger
+SPILLED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 32
 DECODES = [call for call in CALLS if call.startswith("decode")]
 
 
@@ -46,18 +49,29 @@ def test_every_kernel_of_every_call_compiles(reports: Report) -> None:
     read = ["_write_kernel", "_query_kernel", "_packed_kernel"]
     assert [r["kernel"] for r in reports["decode"]] == [*read, "_merge_kernel"]
     assert [r["kernel"] for r in reports["extend"]] == [*read, "_exact_kernel", "_merge_kernel"]
-    assert [r["kernel"] for r in reports["observatory"]] == ["_query_kernel", "_observatory_kernel", "_merge_kernel"]
+    assert [r["kernel"] for r in reports["observatory"]] == [
+        "_observe_kernel",
+        "_query_kernel",
+        "_observatory_kernel",
+        "_merge_kernel",
+    ]
     for call in reports.values():
         for report in call:
             assert report["reg"] <= 255 and report["shared"] <= 100 * 1024
-            assert report["local"] == 0 and report["stack"] <= 128
+            assert report["local"] == 0 and report["stack"] <= 32
 
 
-def test_decode_does_not_spill(reports: Report) -> None:
-    for call in DECODES:
-        assert all(report["stack"] == 0 and report["instructions"]["local"] == 0 for report in reports[call])
+def test_the_packed_read_does_not_spill(reports: Report) -> None:
+    for call in (*DECODES, "extend", "extend-d-128"):
         packed = kernel(reports, call, "_packed_kernel")
-        assert packed["blocks_by_registers"] >= (4 if call in ("decode", "decode-gqa-8-two-digits") else 3)
+        assert packed["stack"] <= SPILLED and packed["loop"]["local"] <= SPILLED // 4
+
+
+def test_a_multiprocessor_holds_the_programs_that_splits_are_planned_for(reports: Report) -> None:
+    for call in DECODES:
+        packed = kernel(reports, call, "_packed_kernel")
+        assert packed["blocks_by_registers"] >= (3 if call in ("decode-dithered", "decode-groups") else 4)
+    assert kernel(reports, "observatory", "_observatory_kernel")["blocks_by_registers"] >= 2
 
 
 def test_decode_multiplies_on_tensor_cores(reports: Report) -> None:

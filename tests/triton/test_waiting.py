@@ -151,11 +151,11 @@ def test_a_write_is_one_launch(n: int = 5) -> None:
         assert len(triton_writer._write_kernel.calls) == 1 and sum(seen.counts.values()) == 0
 
 
-def test_an_observation_waits_for_nothing(n: int = 5) -> None:
-    pool = observatory()
+def test_an_observation_is_one_launch(n: int = 5) -> None:
+    pool, slots, given = observatory(), meta(n, dtype=torch.int64), [tokens(n, KV_HEADS) for _ in range(4)]
     with on_device() as seen:
-        observe_(*(tokens(n, KV_HEADS) for _ in range(4)), pool, meta(n, dtype=torch.int64))
-        assert sum(seen.counts.values()) > 0
+        observe_(*given, pool, slots)
+        assert len(triton_writer._observe_kernel.calls) == 1 and sum(seen.counts.values()) == 0
 
 
 def test_counting_with_torchs_ops_waits_for_nothing() -> None:

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from tests.kernels.oracle import random_calibration
-from witcert_kernels import LayerCalibration, PackedPool, StoreLayout, quantize_
+from witcert_kernels import (
+    LayerCalibration,
+    ObservatoryLayout,
+    ObservatoryPool,
+    PackedPool,
+    StoreLayout,
+    observe_,
+    quantize_,
+)
 
 from .backends import CUDA, ON_CPU, ON_TRITON, decode_torch, decode_triton, to_device
 
@@ -100,3 +108,59 @@ def test_tensors_that_are_not_contiguous() -> None:
 def test_no_tokens() -> None:
     layout = StoreLayout(2, 64, 64)
     assert_same_bytes(layout, torch.zeros(0, 2, 64), torch.zeros(0, 2, 64))
+
+
+def observe(layout: ObservatoryLayout, given: list[torch.Tensor], triton: bool) -> ObservatoryPool:
+    """An observatory with the tokens at shuffled slots, some pages left as they were."""
+    n, g = len(given[0]), torch.Generator().manual_seed(6)
+    calibration = random_calibration(g, layout.kv_heads, layout.head_dim, layout.sketch, 0)
+    device = "cuda" if triton and CUDA else "cpu"
+    pool = ObservatoryPool(layout, 2 + 2 * n // layout.page_size, calibration=calibration, device=device)
+    slots = torch.randperm(pool.num_pages * layout.page_size, generator=g)[:n]
+    with ON_TRITON if triton else ON_CPU:
+        observe_(*(x.to(device) for x in given), pool, slots.to(device))
+    return pool
+
+
+def assert_same_observatory(layout: ObservatoryLayout, given: list[torch.Tensor]) -> None:
+    """The same bytes, but for norms that end next to each other in fp16: both are upper bounds."""
+    expected, got = (observe(layout, given, triton) for triton in (False, True))
+    for name in expected.page_tensors:
+        mine, wanted = getattr(got, name).cpu(), getattr(expected, name)
+        if name in ("witness", "sketch_scale", "v_error"):
+            assert bool(((mine.view(torch.int16) - wanted.view(torch.int16)).abs() <= 1).all()), name
+            assert (mine != wanted).sum() <= wanted.numel() // 100, name
+        elif name == "v_norm":
+            torch.testing.assert_close(mine, wanted, rtol=2.0**-10, atol=0, msg=name)
+        else:
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "new", "d", "d_v", "options"),
+    [
+        (torch.float32, torch.float32, 64, 48, {"sketch": 2, "witness_bands": 4}),
+        (torch.bfloat16, torch.float32, 80, 64, {"sketch": 1, "witness_bands": 5}),
+        (torch.float16, torch.bfloat16, 64, 64, {"witness_bands": 32}),
+        (torch.bfloat16, torch.bfloat16, 576, 512, {"sketch": 1}),
+    ],
+)
+def test_same_observatory(dtype: torch.dtype, new: torch.dtype, d: int, d_v: int, options: dict[str, int]) -> None:
+    layout = ObservatoryLayout(2, d, d_v, dtype=dtype, page_size=4, **options)
+    g = torch.Generator().manual_seed(7)
+    scale = torch.logspace(-3, 2, 37)[:, None, None]
+    exact = [torch.randn(37, 2, width, generator=g) * scale for width in (d, d_v)]
+    noisy = [x * (1 + 0.02 * torch.randn(x.shape, generator=g)) for x in exact]
+    assert_same_observatory(layout, [*(x.to(dtype) for x in exact), *(x.to(new) for x in noisy)])
+
+
+def test_same_observatory_at_the_edges() -> None:
+    """NaN and infinities on either side, zeros, subnormal numbers, reconstructions and norms beyond fp16's range."""
+    layout = ObservatoryLayout(1, 16, 16, page_size=2, witness_bands=2, sketch=2)
+    edges = [math.nan, math.inf, -math.inf, 0.0, 1e-45, 1e-30, 3e38, 65504.0, 65520.0, 6e-8, 60000.0]
+    k = torch.linspace(-1, 1, 16).repeat(2 * len(edges), 1, 1)
+    given = [k.clone() for _ in range(4)]
+    for i, x in enumerate(edges):
+        given[0][i, 0, i], given[1][-1 - i, 0, i] = x, x
+        given[2][len(edges) + i, 0, i], given[3][i, 0, i] = x, x
+    assert_same_observatory(layout, given)
