@@ -34,11 +34,11 @@ fi
 # the kernels' tests on a third of the cores, conformance on the others: both mostly compile
 cores=$(nproc)
 if [ $smoke = 0 ]; then
-    run gpu_tests 160 "$python" -m pytest tests/triton --ignore=tests/triton/test_compile.py -q --tb=short \
-        -p no:cacheprovider -n $((cores > 3 ? cores / 3 : 1)) &
+    run gpu_tests 150 "$python" -m pytest tests/triton --ignore=tests/triton/test_compile.py -q --tb=short \
+        -p no:cacheprovider --session-timeout=120 -n $((cores > 3 ? cores / 3 : 1)) &
     tests=$!
 fi
-run gpu_conformance 160 "$python" bench/gpu_conformance.py --workers $((cores > 3 ? cores - cores / 3 - 1 : 1)) "$@" || failed=1
+run gpu_conformance 150 "$python" bench/gpu_conformance.py --workers $((cores > 3 ? cores - cores / 3 - 1 : 1)) "$@" || failed=1
 if [ $smoke = 0 ]; then
     wait $tests || failed=1
 fi

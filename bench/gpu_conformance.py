@@ -1,6 +1,6 @@
 """Does the implementation on CUDA keep its contract? The conformance suite's properties, many processes at once.
 
-    python bench/gpu_conformance.py [--seconds 130] [--workers N] [--smoke]
+    python bench/gpu_conformance.py [--seconds 120] [--workers N] [--smoke]
 
 Nearly every case is a layout of its own: its kernels take seconds to compile on one core and no time to run. So each
 core asks one property after the other, its pinned cases and a few drawn ones. Every outcome is printed and written to
@@ -117,7 +117,7 @@ def ask(names: list[str], seconds: float, workers: int) -> list[Outcome]:
 def main() -> None:
     """Ask and sum up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=130.0, help="until what is not finished is given up")
+    parser.add_argument("--seconds", type=float, default=120.0, help="until what is not finished is given up")
     parser.add_argument("--workers", type=int, default=max(1, min(15, (os.cpu_count() or 2) - 1)), help="processes")
     parser.add_argument("--smoke", action="store_true", help="two properties on Triton's interpreter, no GPU")
     options = parser.parse_args()
