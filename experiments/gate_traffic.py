@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import model, needles
-from experiments.intervals import coverage, over_prompts
+from experiments.intervals import INTERVAL, Interval, coverage, over_prompts, share_of, spread
 from experiments.result import Cell, Result, Row, Table, Violations
 from experiments.synthetic import TAU
 
@@ -27,17 +27,22 @@ def run(quick: bool = False) -> Result:
     def pages(scheme: str, tau: float) -> np.ndarray:
         return np.array([answer.run.pages_repaired for answer in answers(scheme, tau)], float)
 
-    def paged(scheme: str, tau: float) -> float:
-        return float(pages(scheme, tau).sum())
+    def ratio(part: tuple[str, float], whole: tuple[str, float]) -> tuple[float | None, Interval | None]:
+        """Pages over pages, and its interval over prompts where all resamples have any."""
+        both = np.stack([pages(*part), pages(*whole)], 1)
 
-    def ratio(part: float, whole: float) -> float | None:
-        return part / whole if whole else None
+        def statistic(drawn: np.ndarray) -> float:
+            above, below = drawn.reshape(-1, 2).sum(0)
+            return float(above / below) if below else np.nan
+
+        value, interval = over_prompts(both, statistic)
+        return (None, None) if np.isnan(value) else (value, None if np.isnan(interval).any() else interval)
 
     rows = [
         Row(
             f"{scheme}: pages at τ = 5 over τ = {TAU}",
             1 / 4.4 if scheme in PAPER else None,
-            ratio(paged(scheme, 5.0), paged(scheme, TAU)),
+            *ratio((scheme, 5.0), (scheme, TAU)),
         )
         for scheme in BROKEN
     ]
@@ -45,7 +50,7 @@ def run(quick: bool = False) -> Result:
         Row(
             f"{SAFE} over {broken}, pages at τ = {tau:g}{' (paper: 1/3 – 1/2)' if broken in PAPER else ''}",
             None,
-            ratio(paged(SAFE, tau), paged(broken, tau)),
+            *ratio((SAFE, tau), (broken, tau)),
         )
         for broken, tau in product(BROKEN, (0.2, 1.0, 5.0))
     ]
@@ -94,7 +99,20 @@ def run(quick: bool = False) -> Result:
         tables=[
             Table(
                 "Paged in over all prompts, and right answers",
-                ("scheme", "τ", "pages", "of all pages, %", "MiB", "right", "median meter after", "true TV after"),
+                (
+                    "scheme",
+                    "τ",
+                    "pages",
+                    "of all pages, %",
+                    INTERVAL,
+                    "MiB",
+                    "right",
+                    INTERVAL,
+                    "median meter after",
+                    INTERVAL,
+                    "true TV after",
+                    INTERVAL,
+                ),
                 [_entry(answers, scheme, tau) for scheme, tau in product(SCHEMES, taus)],
             )
         ],
@@ -104,17 +122,15 @@ def run(quick: bool = False) -> Result:
 
 def _entry(answers: needles.Answers, scheme: str, tau: float) -> tuple[Cell, ...]:
     found = answers(scheme, tau)
-    meter, true = (np.concatenate(answers.cells(scheme, tau, name)) for name in ("meter", "true_tv"))
-    pages = sum(answer.run.pages_repaired for answer in found)
+    pages = np.array([[answer.run.pages_repaired, answer.run.pages] for answer in found], float)
     return (
         scheme,
         tau,
-        pages,
-        100 * pages / sum(answer.run.pages for answer in found),
+        int(pages[:, 0].sum()),
+        *spread(pages, lambda drawn: 100 * drawn[::2].sum() / drawn[1::2].sum()),
         sum(answer.paged_in for answer in found) / 2**20,
-        float(np.mean(answers.right(scheme, tau))),
-        float(np.median(meter)) if len(meter) else None,
-        float(np.median(true)) if len(true) else None,
+        *share_of(answers.right(scheme, tau)),
+        *(x for name in ("meter", "true_tv") for x in spread(answers.cells(scheme, tau, name), np.median)),
     )
 
 
@@ -124,12 +140,12 @@ def plot(result: Result) -> Figure:
     left, right = figure.subplots(1, 2)
     rows = result.tables[0].rows
     for scheme in SCHEMES:
-        points = np.array([row[1:] for row in rows if row[0] == scheme], float)
-        for axes, column in ((left, 2), (right, 6)):
+        points = np.array([(row[1], row[3], row[6], row[10]) for row in rows if row[0] == scheme], float)
+        for axes, column in ((left, 1), (right, 3)):
             for side in (points[:, 0] < 1, points[:, 0] >= 1):
                 name = scheme if side[0] else None
                 axes.plot(points[side, 0], points[side, column], "o-", color=f"C{SCHEMES.index(scheme)}", label=name)
-    answered = [float(row[5] or 0) for row in rows]
+    answered = [float(row[6] or 0) for row in rows]
     figure.suptitle(f"right answers: at least {min(answered):.0%} at every τ", fontsize=10)
     for axes in (left, right):
         axes.set(xscale="log", xlabel="τ, of the meter below 1, of the e-form from 1")
