@@ -45,6 +45,10 @@ fi
 for name in gpu_step gpu_write gpu_decode; do
     run $name "${seconds[$name]}" "$python" bench/$name.py "$@" || failed=1
 done
+if [ $smoke = 0 ] && [ $SECONDS -lt 295 ]; then # with the time that is left; its table goes to the log only
+    run gpu_tune 50 env OUT="$logs" "$python" bench/gpu_tune.py || failed=1
+    tail -n 20 "$logs/gpu_tune"
+fi
 [ $smoke = 1 ] || tail -n 15 "$logs/gpu_tests"
 for name in gpu_conformance gpu_step gpu_write gpu_decode; do
     echo "== $name"
