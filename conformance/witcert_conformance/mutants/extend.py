@@ -115,6 +115,16 @@ class ASequenceWithoutRowsShiftsTheNext(Twin):
         return allowed & (tokens != query.read.seq_lens[query.b])
 
 
+@mutant("ragged_rows", path=("rows", "heads"))
+class ASequenceWithoutRowsHidesAToken(Twin):
+    """With a sequence that has no rows, the others' rows without a chunk do not see their first token."""
+
+    def mask(self, query: Query, tokens: Ints) -> Mask:
+        allowed = super().mask(query, tokens)
+        bounds = query.read.qo_indptr
+        return allowed if bounds is None or not (np.diff(bounds) == 0).any() else allowed & (tokens != 0)
+
+
 @mutant("window_slides", path=("rows", "window"))
 class RowsHaveAShortWindow(Twin):
     """The window of several rows is one token short."""

@@ -158,6 +158,26 @@ class CastWithoutAClamp(Twin):
             return out.astype(store.layout.dtype).astype(np.float64)
 
 
+@mutant("exact_values_of_any_size")
+class ChunkSumsSaturate(Twin):
+    """Sums over the rows' own values are held at float32's largest number."""
+
+    def chunk_part(self, query: Query) -> Part:
+        part, most = super().chunk_part(query), float(np.finfo(np.float32).max)
+        return replace(part, acc=np.clip(part.acc, -most, most))
+
+
+@mutant("exact_values_of_any_size")
+class SquaresOfValuesUnderflow(Twin):
+    """The norm of the rows' own values comes from squares in float32."""
+
+    def chunk_part(self, query: Query) -> Part:
+        part = super().chunk_part(query)
+        with np.errstate(over="ignore", under="ignore"):
+            squares = np.square(part.norm.astype(np.float32))
+        return replace(part, norm=np.sqrt(squares.astype(np.float64)))
+
+
 @mutant("empty_sequences", path=())
 class NothingAtAllIsLeftUnwritten(Twin):
     """A call of one empty sequence and one kv head launches nothing, and the report keeps what the memory held."""

@@ -54,7 +54,11 @@ def _chunk(adapter: Adapter, case: Case) -> None:
     plain(rows=(0, 3), lengths=(0, 8), batch=(2, 4), chunk=True, kv_heads=2),
     theorems=("read_certificate",),
     needs=("extend",),
-    pinned=(replace(ROWS, layout=Layout(kv_heads=2), lengths=(3, 0, 5), rows=(0, 2, 3), chunk=True),),
+    pinned=(
+        replace(ROWS, layout=Layout(kv_heads=2), lengths=(3, 0, 5), rows=(0, 2, 3), chunk=True),
+        replace(ROWS, layout=Layout(kv_heads=2), lengths=(3, 4, 5), rows=(0, 2, 3)),
+        replace(ROWS, layout=Layout(kv_heads=2), lengths=(3, 4, 5), rows=(1, 0, 0)),
+    ),
 )
 def _ragged(adapter: Adapter, case: Case) -> None:
     """Sequences with no row, one or many, with and without a prefix, in one call."""

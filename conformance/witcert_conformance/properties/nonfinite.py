@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import checks
 from ..adapter import Adapter, Dtype, Layout, optional
+from ..arrays import round_to
 from ..case import Case, Scene, build
 from ..checks import require, same
 from ..model import blocks
@@ -184,6 +185,25 @@ def _outputs(adapter: Adapter, case: Case) -> None:
             np.isinf(decoded.value_error[lost]).all(),
             f"value_error: got {decoded.value_error[lost].tolist()} for an output that is not finite, wants inf",
         )
+
+
+@prop(
+    "exact_values_of_any_size",
+    plain(batch=(1, 2)),
+    theorems=("output_error_le", "output_rounding_le"),
+    needs=("value_error", "extend"),
+    pinned=tuple(Case(layout=Layout(head_dim=2, head_dim_v=2, dtype=d)) for d in LARGEST),
+)
+def _sizes(adapter: Adapter, case: Case) -> None:
+    """A chunk's values whose squares are below float32's range, and some whose sum is above it."""
+    batch = len(case.lengths)
+    scene = build(adapter, replace(case, lengths=(0,) * batch, rows=(4,) * batch, chunk=True))
+    assert scene.read.v_new is not None
+    spread = 0.8 + 0.2 * np.random.default_rng(case.seed).random(scene.read.v_new.shape)
+    for size, q in ((2.0**-80, scene.read.q), (0.9 * LARGEST[case.layout.dtype], 0 * scene.read.q)):
+        v = round_to(size * spread, case.layout.dtype)
+        decoded = checks.run(replace(scene, read=replace(scene.read, q=q, v_new=v)), (checks.value_error_covers,))
+        require(not np.isnan(decoded.out).any(), f"out: got NaN with values up to {v.max()!r}")
 
 
 @prop(
