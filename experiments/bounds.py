@@ -11,7 +11,7 @@ from torch import Tensor
 
 from experiments import activations
 from experiments.cells import EFORM, Account, Array, Cells, every_head, softmax
-from experiments.intervals import INTERVAL, Interval, between, over_prompts, spread
+from experiments.intervals import Interval, between, columns, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
 from experiments.stores import SEED, Attention, Layout, Store, observe, write
 from experiments.synthetic import BLOCK, BOUNDS, DELTA, TAU
@@ -284,10 +284,9 @@ def _tables(account: Account) -> list[Table]:
             (
                 "c of",
                 "bound",
-                *(column for gate in GATES for column in (f"coverage τ = {gate}", INTERVAL)),
+                *columns(*(f"coverage τ = {gate}" for gate in GATES)),
                 "median",
-                "over attained, median",
-                INTERVAL,
+                *columns("over attained, median"),
                 "over attained, 90 % of cells",
             ),
             shapes,
@@ -299,14 +298,14 @@ def _tables(account: Account) -> list[Table]:
                 "bound",
                 "source",
                 *(f"{bits} bits" for bits in WIDTHS),
-                *(column for fallback in FALLBACKS for column in (f"bits at {fallback:.1%}", INTERVAL)),
+                *columns(*(f"bits at {fallback:.1%}" for fallback in FALLBACKS)),
             ),
             widths,
         ),
         Table(
             f"Pages of {PAGE} tokens repaired a cell until the bound is within τ, and the share of cells with any"
             " (attained, relaxed: what a gate would repair that knew the worst case)",
-            ("scheme", "τ", "bound", "pages", INTERVAL, "cells", INTERVAL),
+            ("scheme", "τ", "bound", *columns("pages", "cells")),
             pages,
         ),
     ]

@@ -12,7 +12,7 @@ from experiments.activations import STEPS, Text
 from experiments.beside import every_bound
 from experiments.cells import Account, Cells
 from experiments.decoding import Array
-from experiments.intervals import INTERVAL, over_prompts, spread
+from experiments.intervals import columns, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table, Violations
 from experiments.stores import Attention, Layout, write
 from experiments.synthetic import DELTA, TAU
@@ -133,16 +133,7 @@ def run(quick: bool = False) -> Result:
                 (
                     "store",
                     "tokens",
-                    "coverage, meter",
-                    INTERVAL,
-                    "coverage, e-form",
-                    INTERVAL,
-                    "median meter",
-                    INTERVAL,
-                    "median e-form",
-                    INTERVAL,
-                    "median true TV",
-                    INTERVAL,
+                    *columns("coverage, meter", "coverage, e-form", "median meter", "median e-form", "median true TV"),
                     "largest meter",
                 ),
                 table,

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from experiments import activations
 from experiments.cells import EFORM, Account, Array, Cells, auc, covered, two_part
-from experiments.intervals import INTERVAL, Interval, between, over_prompts, spread
+from experiments.intervals import Interval, between, columns, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
 from experiments.stores import Attention, observe
 from experiments.synthetic import BOUNDS, TAU
@@ -183,7 +183,7 @@ def _tables(account: Account, schemes: list[str]) -> list[Table]:
         Table(
             f"Coverage at τ = {TAU}: the paper's min(e-form, two-sided), one-part meter, and what is reported with a"
             " sketch of r directions, the smaller of one and two parts",
-            ("scheme", *chain(*((name, INTERVAL) for name in ("paper's", "rc_tanh", "tanh", "meter", *reported)))),
+            ("scheme", *columns("paper's", "rc_tanh", "tanh", "meter", *reported)),
             shares,
         ),
         Table(
@@ -191,7 +191,7 @@ def _tables(account: Account, schemes: list[str]) -> list[Table]:
             (
                 "scheme",
                 "true",
-                *chain(*((name, INTERVAL) for name in (BEST, "meter", "e-form"))),
+                *columns(BEST, "meter", "e-form"),
                 "attained",
                 *reported[-2::-1],
                 "sharp",
@@ -207,9 +207,8 @@ def _tables(account: Account, schemes: list[str]) -> list[Table]:
             f" ROC curve; dangerous cells reported at most {DANGER[0]}; harmless ones above it",
             (
                 "scheme",
-                "dangerous",
-                INTERVAL,
-                *chain(*((f"area, {name}", INTERVAL) for name in ("e-form", "meter", BEST, f"{BEST}, > {DANGER[1]}"))),
+                *columns("dangerous"),
+                *columns(*(f"area, {name}" for name in ("e-form", "meter", BEST, f"{BEST}, > {DANGER[1]}"))),
                 "missed",
                 "false alarms",
             ),

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import model, needles
-from experiments.intervals import INTERVAL, Interval, coverage, over_prompts, share_of, spread
+from experiments.intervals import Interval, columns, coverage, over_prompts, share_of, spread
 from experiments.result import Cell, Result, Row, Table, Violations
 from experiments.synthetic import TAU
 
@@ -103,15 +103,9 @@ def run(quick: bool = False) -> Result:
                     "scheme",
                     "τ",
                     "pages",
-                    "of all pages, %",
-                    INTERVAL,
+                    *columns("of all pages, %"),
                     "MiB",
-                    "right",
-                    INTERVAL,
-                    "median meter after",
-                    INTERVAL,
-                    "true TV after",
-                    INTERVAL,
+                    *columns("right", "median meter after", "true TV after"),
                 ),
                 [_entry(answers, scheme, tau) for scheme, tau in product(SCHEMES, taus)],
             )

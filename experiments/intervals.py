@@ -11,7 +11,7 @@ from scipy import stats
 from experiments.result import number
 
 Interval = tuple[float, float]
-INTERVAL = "95 %"  # heads the second column of `spread`
+INTERVAL = "95 %"
 
 
 def coverage(passed: ArrayLike) -> tuple[float, tuple[float, float]]:
@@ -71,6 +71,11 @@ def share_of(passed: ArrayLike) -> tuple[float, str]:
     """`coverage` as two cells of a table."""
     value, interval = coverage(passed)
     return value, between(interval)
+
+
+def columns(*names: str) -> tuple[str, ...]:
+    """Heads of what `spread` and `share_of` give: each name, and that of its interval."""
+    return tuple(head for name in names for head in (name, INTERVAL))
 
 
 def between(interval: Interval | None) -> str:

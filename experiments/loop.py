@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.beside import every_bound
-from experiments.intervals import INTERVAL, bootstrap, coverage, share_of, spread
+from experiments.intervals import bootstrap, columns, coverage, share_of, spread
 from experiments.result import Cell, Result, Row, Table, Violations
 from experiments.synthetic import (
     BLOCK,
@@ -222,28 +222,16 @@ def run(quick: bool = False) -> Result:
                 "Scale of the queries, blocks paged in until the e-form is within τ",
                 (
                     "scale",
-                    "fallback",
-                    INTERVAL,
-                    "error below τ",
-                    INTERVAL,
-                    "error above τ",
-                    INTERVAL,
-                    "after blocks",
-                    INTERVAL,
-                    "median blocks",
-                    INTERVAL,
+                    *columns("fallback", "error below τ", "error above τ", "after blocks", "median blocks"),
                     "most blocks",
-                    "median true",
-                    INTERVAL,
-                    "fallback by the meter",
-                    INTERVAL,
+                    *columns("median true", "fallback by the meter"),
                 ),
                 [(scale, *side.row()) for scale, side in sides.items()],
             ),
             *every_bound(("scale",), {(scale,): side.bounds for scale, side in sides.items()}),
             Table(
                 "A − 1 after a repair, relative to what the subtraction says",
-                ("queries", "repairs", "smallest", "largest", "median", INTERVAL, "larger", INTERVAL, "stops above τ"),
+                ("queries", "repairs", "smallest", "largest", *columns("median", "larger"), "stops above τ"),
                 [
                     (
                         len(done),

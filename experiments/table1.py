@@ -12,7 +12,7 @@ from torch import Tensor
 from experiments import activations
 from experiments.beside import every_bound
 from experiments.cells import EFORM, Account, Array, Cells, every_head, mix
-from experiments.intervals import INTERVAL, over_prompts, spread
+from experiments.intervals import columns, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
 from experiments.stores import SEED, Attention, Layout, write, write_values
 from experiments.synthetic import BLOCK, DELTA, TAU
@@ -182,9 +182,8 @@ def _tables(account: Account, texts: Sequence[activations.Text]) -> list[Table]:
             (
                 "model",
                 "domain",
-                *chain(*((f"δ = {delta}", INTERVAL) for delta in PAPER_DELTAS)),
-                "tanh, δ = 0",
-                INTERVAL,
+                *columns(*(f"δ = {delta}" for delta in PAPER_DELTAS)),
+                *columns("tanh, δ = 0"),
                 "fewer page-ins",
             ),
             beside,
@@ -194,9 +193,7 @@ def _tables(account: Account, texts: Sequence[activations.Text]) -> list[Table]:
             (
                 "store",
                 "bound",
-                *chain(
-                    *((name, INTERVAL) for name in ("values alone", "δ = 0", *(f"δ = {delta}" for delta in DELTAS)))
-                ),
+                *columns("values alone", "δ = 0", *(f"δ = {delta}" for delta in DELTAS)),
             ),
             sweep,
         ),

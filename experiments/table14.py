@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.beside import every_bound
-from experiments.intervals import INTERVAL, bootstrap, coverage, share_of, spread
+from experiments.intervals import bootstrap, columns, coverage, share_of, spread
 from experiments.result import Cell, Result, Row, Table, Violations, comparison
 from experiments.synthetic import (
     BLOCK,
@@ -164,17 +164,9 @@ def run(quick: bool = False) -> Result:
                     "scale",
                     "split",
                     "m",
-                    "coverage, dither",
-                    INTERVAL,
-                    "coverage, stochastic",
-                    INTERVAL,
-                    "median e-form",
-                    INTERVAL,
+                    *columns("coverage, dither", "coverage, stochastic", "median e-form"),
                     "largest e-form",
-                    "error, dither",
-                    INTERVAL,
-                    "error, stochastic",
-                    INTERVAL,
+                    *columns("error, dither", "error, stochastic"),
                 ),
                 sweep,
             ),

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from experiments import activations
 from experiments.beside import every_bound
 from experiments.cells import EFORM, Account, Cells, covered, mix, norm
-from experiments.intervals import INTERVAL, over_prompts, spread
+from experiments.intervals import columns, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
 from experiments.stores import SEED, Attention, Layout, write, write_values
 from experiments.synthetic import BLOCK, DELTA, TAU
@@ -120,20 +120,15 @@ def _table(account: Account, stores: dict[str, Layout], d: int) -> Table:
             "store",
             "bytes",
             "source",
-            "error",
-            INTERVAL,
-            "of it, keys alone",
-            INTERVAL,
-            "coverage, e-form",
-            INTERVAL,
-            "coverage, meter",
-            INTERVAL,
-            f"meter, τ = {TAU / 2}",
-            INTERVAL,
-            "median meter",
-            INTERVAL,
-            "median true",
-            INTERVAL,
+            *columns(
+                "error",
+                "of it, keys alone",
+                "coverage, e-form",
+                "coverage, meter",
+                f"meter, τ = {TAU / 2}",
+                "median meter",
+                "median true",
+            ),
         ),
         rows,
     )

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.beside import every_bound
-from experiments.intervals import INTERVAL, bootstrap, coverage, share_of, spread
+from experiments.intervals import bootstrap, columns, coverage, share_of, spread
 from experiments.result import Cell, Result, Row, Table, Violations
 from experiments.synthetic import (
     BOUNDS,
@@ -123,21 +123,14 @@ def run(quick: bool = False) -> Result:
         tables=[
             Table(
                 "e-form for other sizes of the massive channels",
-                ("factor", "treatment", "median", INTERVAL, "largest", "coverage", INTERVAL),
+                ("factor", "treatment", *columns("median"), "largest", *columns("coverage")),
                 sizes,
             ),
             Table(
                 f"Medians at factor {FACTOR:.0f}; half_step holds for any query",
                 (
                     "treatment",
-                    "true",
-                    INTERVAL,
-                    "meter of the radius",
-                    INTERVAL,
-                    "meter of half_step",
-                    INTERVAL,
-                    "coverage by it",
-                    INTERVAL,
+                    *columns("true", "meter of the radius", "meter of half_step", "coverage by it"),
                 ),
                 side,
             ),

@@ -15,7 +15,7 @@ from torch import Tensor
 from experiments import activations
 from experiments.beside import every_bound
 from experiments.cells import EFORM, Account, Cells, covered
-from experiments.intervals import INTERVAL, over_prompts, spread
+from experiments.intervals import columns, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
 from experiments.stores import SEED, Attention, Layout, write
 from experiments.synthetic import DELTA, TAU
@@ -179,26 +179,21 @@ def _tables(
                 "saved",
                 "Qwen2.5-7B",
                 "Yi-1.5-6B",
-                "coverage, e-form",
-                INTERVAL,
-                f"τ = {TAU / 2}",
-                INTERVAL,
-                "coverage, meter",
-                INTERVAL,
-                f"τ = {TAU / 2}",
-                INTERVAL,
-                "median e-form",
-                INTERVAL,
-                "median meter",
-                INTERVAL,
-                "median true",
-                INTERVAL,
+                *columns(
+                    "coverage, e-form",
+                    f"τ = {TAU / 2}",
+                    "coverage, meter",
+                    f"τ = {TAU / 2}",
+                    "median e-form",
+                    "median meter",
+                    "median true",
+                ),
             ),
             rows,
         ),
         Table(
             f"Are the top pairs the same? Jaccard index over layers and kv heads, of {d // 2} pairs each",
-            ("pairs", "between", "mean", INTERVAL, "smallest", "share below 0.5", "two random sets, about"),
+            ("pairs", "between", *columns("mean"), "smallest", "share below 0.5", "two random sets, about"),
             [
                 (
                     top,

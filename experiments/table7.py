@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.beside import every_bound
-from experiments.intervals import INTERVAL, bootstrap, coverage, share_of, spread
+from experiments.intervals import bootstrap, columns, coverage, share_of, spread
 from experiments.result import Cell, Result, Row, Table, Violations, comparison
 from experiments.synthetic import (
     BLOCK,
@@ -156,18 +156,14 @@ def run(quick: bool = False) -> Result:
                     "scale",
                     "split",
                     "method",
-                    "error",
-                    INTERVAL,
-                    "median true",
-                    INTERVAL,
-                    "median eform (paper)",
-                    INTERVAL,
-                    "median meter",
-                    INTERVAL,
-                    "fallback, eform, any of 6",
-                    INTERVAL,
-                    "fallback, meter, any of 6",
-                    INTERVAL,
+                    *columns(
+                        "error",
+                        "median true",
+                        "median eform (paper)",
+                        "median meter",
+                        "fallback, eform, any of 6",
+                        "fallback, meter, any of 6",
+                    ),
                 ),
                 sweep,
             ),

@@ -11,7 +11,7 @@ from torch import Tensor
 from experiments import activations
 from experiments.beside import every_bound
 from experiments.cells import EFORM, Account, Array, Cells, covered, every_head, mix, norm
-from experiments.intervals import INTERVAL, over_prompts, spread
+from experiments.intervals import columns, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
 from experiments.stores import SEED, Attention, Layout, write, write_values
 from experiments.synthetic import BLOCK, DELTA, TAU
@@ -157,26 +157,18 @@ def _tables(account: Account, d: int) -> list[Table]:
                 "store",
                 "bytes of a key",
                 "source",
-                "error of Σ p k",
-                INTERVAL,
-                "error of the output",
-                INTERVAL,
-                "of it, keys alone",
-                INTERVAL,
-                "coverage, e-form",
-                INTERVAL,
-                "coverage, meter",
-                INTERVAL,
-                "fallback, e-form",
-                INTERVAL,
-                "fallback, meter",
-                INTERVAL,
-                "meter",
-                INTERVAL,
-                "true",
-                INTERVAL,
-                "output bound over error",
-                INTERVAL,
+                *columns(
+                    "error of Σ p k",
+                    "error of the output",
+                    "of it, keys alone",
+                    "coverage, e-form",
+                    "coverage, meter",
+                    "fallback, e-form",
+                    "fallback, meter",
+                    "meter",
+                    "true",
+                    "output bound over error",
+                ),
             ),
             rows,
         )
