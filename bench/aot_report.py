@@ -263,6 +263,8 @@ CALLS = {
     ),
     "extend": partial(packed, StoreLayout(2, 64, 64, dtype=BF16, sketch=1), 8, 4, rows=200),
     "extend-d-128": _llama(32, 8, rows=200),
+    "float32": partial(packed, StoreLayout(3, 64, 64, sketch=1), 9, 2),
+    "float32-extend": partial(packed, StoreLayout(3, 64, 64, sketch=1), 9, 4, rows=100),
     "float32-groups": partial(packed, StoreLayout(1, 80, 48, page_size=16, group=16, witness_bands=2), 3, 2),
     "observatory": partial(observatory, ObservatoryLayout(2, 64, 64, dtype=BF16, witness_bands=4, sketch=2), 8, 4),
 }

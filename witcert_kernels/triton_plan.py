@@ -22,7 +22,8 @@ def _read(plan: Plan, splits: int) -> Read:
     layout = plan.layout
     groups, resident = 1, RESIDENT
     if isinstance(layout, StoreLayout):
-        groups, resident = layout.groups, resident_programs(layout.groups, layout.bypass, layout.dither)
+        groups = layout.groups
+        resident = resident_programs(layout.dtype, groups, layout.bypass, layout.dither)
     rows = plan.batch if plan.rows is None else plan.rows
     return Read(
         q=empty(rows, plan.heads, layout.head_dim, dtype=layout.dtype),

@@ -38,8 +38,10 @@ __all__ = ["decode_observatory", "decode_packed"]
 DIGITS = 3
 
 
-def resident_programs(groups: int, kept: int, dither: bool) -> int:
+def resident_programs(dtype: torch.dtype, groups: int, kept: int, dither: bool) -> int:
     """Programs that the registers of a multiprocessor are to hold, a few of which the compiler would else waste."""
+    if dtype == torch.float32 and groups == 1:
+        return 2
     return 4 if groups == 1 and kept == 0 and not dither else 3
 
 
@@ -537,7 +539,7 @@ def decode_packed(
     read = Read(
         q.contiguous(), page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, exact_k, exact_v, sinks, bias,
         causal, sm_scale, cap, window_left, splits, page_size, kv_heads, groups=groups,
-        resident=resident_programs(groups, kept, bool(scalars["dither"])),
+        resident=resident_programs(q.dtype, groups, kept, bool(scalars["dither"])),
     )  # fmt: skip
     query, acc, stats = packed_room(
         read, Workspace(q.device, workspace), r=r, bands=bands, groups=groups, kept=kept, digits=digits,

@@ -305,7 +305,8 @@ class Read:
         """Tokens a tile: as many as leave its numbers in registers."""
         if self._widest > 128:
             return 32 if self._widest <= 256 else 16
-        return 64 if self.groups == 1 and (self.qo_indptr is None or self._widest <= 64) else 32
+        few = self.qo_indptr is None or (self._widest <= 64 and self.q.dtype != torch.float32)
+        return 64 if self.groups == 1 and few else 32
 
     @property
     def _few_rows(self) -> bool:
