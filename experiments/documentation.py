@@ -37,8 +37,8 @@ such as rtn8, kivi2 or fp8_raw are schemes of `witcert.schemes`, whose keys are 
 first 2,048 tokens of a text; a needle prompt has about as many as its name says.
 
 The paper's numbers are e-forms; ours beside them are the same. The tables below each comparison put the sharper bounds
-next to it. Experiments that decode with the model know the e-form and the meter, which the cache reports; “every
-bound” is in the others. Violations are counted with tolerance 0.
+next to it. Experiments that decode with the model know the e-form and the meter only, which the cache reports;
+most others show every bound. Violations are counted with tolerance 0.
 
 Experiments on synthetic keys take the queries as independent: their 95 % intervals are Clopper–Pearson for shares,
 percentile bootstrap for the rest. Those on activations read what the attention of a real model computes with,

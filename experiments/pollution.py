@@ -13,7 +13,7 @@ from torch import Tensor
 from experiments import decoding, model, needles
 from experiments.activations import Text
 from experiments.decoding import Array, Forced
-from experiments.intervals import coverage, over_prompts
+from experiments.intervals import columns, coverage, over_prompts, share_of, spread
 from experiments.result import Cell, Result, Row, Table, Violations
 from experiments.synthetic import TAU
 from witcert import WitCertCache, haystack
@@ -94,6 +94,9 @@ def run(quick: bool = False) -> Result:
             for value, layer in zip(watch.of(part), watch.of("layer"), strict=True)
         ]
 
+    def share(drawn: Array) -> float:
+        return float(drawn[::2].sum() / drawn[1::2].sum())
+
     alone = [f"layer {n}" for n in single]
     baseline = np.array(right[none])
     lost = [name for name in alone if (baseline & ~np.array(right[name])).any()]
@@ -124,9 +127,13 @@ def run(quick: bool = False) -> Result:
             Row("no layer: right", None, *coverage(right[none])),
             Row("all layers: KL, nats", None, *over_prompts(kl[every])),
             Row("one layer: KL, mean over layers", None, *over_prompts(np.mean([kl[name] for name in alone], axis=0))),
-            Row("one layer: KL, the worst layer", None, max(output)),
+            Row("one layer: KL, the worst layer", None, *over_prompts(kl[alone[int(np.argmax(output))]])),
             Row("no layer: KL, nats", None, *over_prompts(kl[none])),
-            Row("KL of all layers over the sum of single ones", None, float(kl[every].mean() / total.mean())),
+            Row(
+                "KL of all layers over the sum of single ones",
+                None,
+                *over_prompts(np.stack([kl[every], total], -1), share),
+            ),
             Row(
                 "one layer: cells of it with meter > τ",
                 None,
@@ -162,7 +169,12 @@ def run(quick: bool = False) -> Result:
         tables=[
             Table(
                 "Polluted layers",
-                ("layers", "mean KL", "largest KL", "top-1", "right", "mean meter", "mean true TV", "true TV > τ"),
+                (
+                    "layers",
+                    *columns("mean KL"),
+                    "largest KL",
+                    *columns("top-1", "right", "mean meter", "mean true TV", "true TV > τ"),
+                ),
                 [_entry(name, found[name], right[name], inside) for name in sets],
             )
         ],
@@ -171,17 +183,16 @@ def run(quick: bool = False) -> Result:
 
 
 def _entry(name: str, run: Forced, right: list[bool], inside: Any) -> tuple[Cell, ...]:
-    meter, true = (np.concatenate(inside(name, part, True)) for part in ("meter", "true"))
-    some = len(meter) > 0
+    meter, true = (inside(name, part, True) for part in ("meter", "true"))
     return (
         name,
-        float(run.kl.mean()),
+        *spread(run.kl),
         float(run.kl.max()),
-        float(run.top1.mean()),
-        float(np.mean(right)),
-        float(meter.mean()) if some else None,
-        float(true.mean()) if some else None,
-        float((true > TAU).mean()) if some else None,
+        *spread(run.top1),
+        *share_of(right),
+        *spread(meter),
+        *spread(true),
+        *spread([(value > TAU).astype(float) for value in true]),
     )
 
 
@@ -190,11 +201,11 @@ def plot(result: Result) -> Figure:
     figure = Figure(figsize=(10, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     rows = [(str(row[0]).split(), row) for row in result.tables[0].rows]
-    single = np.array([[float(name[1]), *row[1:]] for name, row in rows if name[0] == "layer"], float)
+    single = np.array([[float(name[1]), row[1], row[8], row[10]] for name, row in rows if name[0] == "layer"], float)
     nested = np.array([[float(name[1]), float(row[1] or 0)] for name, row in rows if name[0] == "first"], float)
     left.semilogy(single[:, 0], single[:, 1], "C3o-", label="KL of the next token, nats")
-    left.semilogy(single[:, 0], single[:, 5], "C0.--", label="mean meter of the layer")
-    left.semilogy(single[:, 0], single[:, 6], "C2.--", label="mean true TV of the layer")
+    left.semilogy(single[:, 0], single[:, 2], "C0.--", label="mean meter of the layer")
+    left.semilogy(single[:, 0], single[:, 3], "C2.--", label="mean true TV of the layer")
     left.axhline(nested[-1, 1], color="C3", linewidth=0.8, linestyle=":", label="KL, all layers")
     left.set(xlabel="the one polluted layer")
     left.legend(fontsize=7)
