@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,20 +46,17 @@ def check_contiguous(owner: str, tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{owner}.{name}: got strides {list(tensor.stride())}, wants a contiguous tensor")
 
 
-def check_range(name: str, value: int | float, low: float, high: float, *, open_low: bool = False) -> None:
+def check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise unless ``low <= value <= high`` (``low < value`` when ``open_low``).
 
     Raises:
         TypeError: not a number.
         ValueError: out of range.
     """
-    kind: type[Exception] = ValueError
-    try:
-        if (value > low if open_low else value >= low) and value <= high:
-            return
-    except TypeError:
-        kind = TypeError
-    raise kind(f"{name}: got {value!r}, wants a number in {'(' if open_low else '['}{low}, {high}]")
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not (low < value if open_low else low <= value) or not value <= high:
+        kind = ValueError if number else TypeError
+        raise kind(f"{name}: got {value!r}, wants a number in {'(' if open_low else '['}{low}, {high}]")
 
 
 def check_integer(name: str, value: int, low: int, high: int = 2**31 - 1) -> int:

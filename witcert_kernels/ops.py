@@ -467,8 +467,9 @@ def certified_decode(
         telemetry,
     )
     layout, calibration = pool.layout, pool.calibration
+    if sm_scale is not None:
+        check_range("sm_scale", sm_scale, 0.0, 1e6, open_low=True)
     scale = layout.head_dim**-0.5 if sm_scale is None else float(sm_scale)
-    check_range("sm_scale", scale, 0.0, 1e6, open_low=True)
     if budget is not None and not isinstance(budget, Budget):
         raise TypeError(f"budget: got {type(budget).__name__}, wants a Budget")
     radius = budget is not None and isinstance(pool, PackedPool) and pool.layout.dither

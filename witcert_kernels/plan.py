@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .backend import use_triton
-from .checks import check_integer
+from .checks import check_flag, check_integer
 from .layout import ObservatoryLayout, StoreLayout
 from .pool import ObservatoryPool, PackedPool
 
@@ -65,8 +65,7 @@ class Plan:
         if splits is not None:
             check_integer("splits", splits, 1, 2**16)
         check_integer("digits", digits, 2, 3)
-        if not isinstance(exact, bool):
-            raise TypeError(f"exact: got {exact!r}, wants a bool")
+        check_flag("exact", exact)
         if digits != 3 and isinstance(pool, ObservatoryPool):
             raise ValueError(f"digits: got {digits} for an ObservatoryPool, wants 3: its keys are not int8")
         self.heads, self.batch, self.max_pages, self.rows, self.exact = heads, batch, max_pages, rows, exact

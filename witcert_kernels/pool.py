@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .calibration import LayerCalibration
-from .checks import check_integer
+from .checks import check_integer, check_tensor
 from .layout import ObservatoryLayout, StoreLayout
 
 
@@ -18,6 +18,7 @@ class ExactPages:
     ``k`` ``[slots, page_size, head_dim]``, ``v`` ``[slots, page_size, head_dim_v]``.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, layout: StoreLayout | ObservatoryLayout, slots: int, device: torch.device | str = "cpu") -> None:
         check_integer("slots", slots, 0)
         shape = (slots, layout.page_size)
@@ -69,14 +70,26 @@ class _Pool:
         """Allocated bytes of the pages, exact pages not counted."""
         return sum(getattr(self, name).nbytes for name in self.page_tensors)
 
+    @torch.inference_mode(False)
     def take_pages(self, pages: Tensor, num_pages: int | None = None) -> None:
-        """Replace the pages by copies of ``pages`` (int64, repeats allowed), zero-extended to ``num_pages``.
+        """Replace the pages by copies of ``pages``, zero-extended.
 
         One call moves every part of the store, so none can be forgotten.
+
+        Args:
+            pages: int64 ``[n]`` on the pool's device, repeats allowed.
+            num_pages: pages to hold then, ``n`` at least and by default.
+
+        Raises:
+            TypeError, ValueError: a wrong dtype, shape, device or range, by name, before anything is moved.
         """
+        check_tensor("pages", pages, (None,), torch.int64, self.device)
+        count = len(pages) if num_pages is None else check_integer("num_pages", num_pages, len(pages))
+        if self.device.type == "cpu" and len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < self.num_pages:
+            raise ValueError(f"pages: got {int(pages.min())}..{int(pages.max())}, wants 0..{self.num_pages - 1}")
         for name in self.page_tensors:
             old: Tensor = getattr(self, name)
-            new = old.new_zeros(len(pages) if num_pages is None else num_pages, *old.shape[1:])
+            new = old.new_zeros(count, *old.shape[1:])
             new[: len(pages)] = old[pages]
             setattr(self, name, new)
 
@@ -143,6 +156,7 @@ class PackedPool(_Pool):
 
     page_tensors = ("k_codes", "k_scale", "sketch", "witness", "bypass", "v_codes", "v_scale", "v_norm")
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         layout: StoreLayout,
@@ -200,6 +214,7 @@ class ObservatoryPool(_Pool):
 
     page_tensors = ("k_hat", "witness", "sketch", "sketch_scale", "v_hat", "v_error", "v_norm")
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         layout: ObservatoryLayout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -189,7 +190,11 @@ def test_bad_input_is_named() -> None:
         ("bias", ValueError, {"bias": torch.full((2, 4, 40), float("inf"))}),
         ("logits_soft_cap", ValueError, {"logits_soft_cap": -1.0}),
         ("window_left", ValueError, {"window_left": -2}),
+        ("logits_soft_cap", TypeError, {"logits_soft_cap": np.ones(2)}),
         ("sm_scale", ValueError, {"sm_scale": 0.0}),
+        ("sm_scale", TypeError, {"sm_scale": "1.0"}),
+        ("sm_scale", TypeError, {"sm_scale": True}),
+        ("sm_scale", TypeError, {"sm_scale": torch.ones(2)}),
         ("splits", ValueError, {"splits": 0}),
         ("budget", TypeError, {"budget": 0.01}),
         ("window_left", TypeError, {"window_left": 1.5}),
@@ -220,6 +225,26 @@ def test_pool_copies_move_every_part() -> None:
     assert isinstance(case.pool, PackedPool) and all(
         len(getattr(case.pool, n)) == case.pool.num_pages for n in case.pool.page_tensors
     )
+
+
+def test_copies_of_no_page_are_named() -> None:
+    pool = PackedPool(StoreLayout(2, 64, 64), 3)
+    k_codes = pool.k_codes
+    bad: list[tuple[str, type[Exception], Any]] = [
+        ("pages", TypeError, [[0, 1]]),
+        ("pages", TypeError, [torch.tensor([0, 1], dtype=torch.int32)]),
+        ("pages", ValueError, [torch.tensor([[0, 1]])]),
+        ("pages", ValueError, [torch.tensor([0, 3])]),
+        ("pages", ValueError, [torch.tensor([-1, 2])]),
+        ("num_pages", ValueError, [torch.tensor([0, 1]), 1]),
+        ("num_pages", TypeError, [torch.tensor([0, 1]), 2.0]),
+    ]
+    for name, kind, arguments in bad:
+        with pytest.raises(kind, match=f"^{name}: got"):
+            pool.take_pages(*arguments)
+    assert pool.k_codes is k_codes
+    pool.take_pages(torch.tensor([], dtype=torch.int64))
+    assert pool.num_pages == 0
 
 
 def test_reduced_precision_elsewhere_does_not_matter() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from witcert_kernels import (
+    ExactPages,
     LayerCalibration,
     ObservatoryLayout,
     ObservatoryPool,
@@ -134,6 +135,20 @@ def test_bytes_depend_on_the_key_alone(dithered: bool) -> None:
     ):
         again = write(order, chunks)
         assert all(torch.equal(once[n], again[n]) for n in once)
+
+
+def test_what_is_made_in_inference_mode_is_written_outside() -> None:
+    layout = StoreLayout(2, 8, 8, page_size=4, witness_bands=1)
+    with torch.inference_mode():
+        pools = PackedPool(layout, 1), ObservatoryPool(ObservatoryLayout(2, 8, 8, page_size=4, witness_bands=2), 1)
+        exact = ExactPages(layout, 1)
+        for pool in pools:
+            pool.take_pages(torch.tensor([0]), 2)
+    k, slots = torch.ones(3, 2, 8), torch.arange(3)
+    quantize_(k, k, pools[0], slots)
+    observe_(k, k, k, k, pools[1], slots)
+    exact.k[0, :3], exact.v[0, :3] = k[:, 0], k[:, 0]
+    assert bool((pools[0].v_norm[0] > 0).all()) and torch.equal(pools[1].k_hat[0, :3], k)
 
 
 @pytest.mark.parametrize("dims", DIMS)
