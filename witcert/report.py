@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
@@ -226,6 +227,9 @@ class _Kept:
         ]
 
 
+TOGETHER = 64  # reads that are counted in one call
+
+
 class History:
     """The newest cells, and counts of all. Adding a step never synchronises host and device.
 
@@ -239,7 +243,8 @@ class History:
         self._kept: deque[_Kept] = deque()
         self._size = 0
         self._counts: Telemetry | None = None
-        self._repairs: Tensor | None = None
+        self._repairs: Tensor | int = 0
+        self._uncounted: list[_Kept] = []
 
     def add(self, record: StepRecord) -> None:
         """Count a step's cells and keep them while they are among the newest."""
@@ -260,14 +265,9 @@ class History:
             compressed_before=reading.compressed_before,
             repaired=reading.repaired,
         )
-        if self._counts is None or self._repairs is None:
-            device = measures["meter"].device
-            self._counts = Telemetry((), device)
-            self._repairs = torch.zeros((), dtype=torch.int64, device=device)
-        self._counts.add(
-            measures["meter"], measures["risk"], measures["value_error"], reading.compressed_before, record.layer
-        )
-        self._repairs = self._repairs + reading.repaired.sum().to(self._repairs.device)
+        self._uncounted.append(kept)
+        if len(self._uncounted) == TOGETHER:
+            self._count()
         self._kept.append(kept)
         self._size += len(kept)
         while self._kept and self._size - len(self._kept[0]) >= self.history:
@@ -280,6 +280,7 @@ class History:
 
     def totals(self) -> dict[str, int | float | list[int]]:
         """``cells_seen``, ``histogram``, ``max_meter``, ``non_finite`` and ``repairs`` over all steps."""
+        self._count()
         if self._counts is None:
             return {"cells_seen": 0, "histogram": [0] * (BINS + 1), "max_meter": 0.0, "non_finite": 0, "repairs": 0}
         counters = self._counts.read()
@@ -288,8 +289,27 @@ class History:
             "histogram": list(counters.histogram),
             "max_meter": counters.max_meter,
             "non_finite": counters.non_finite,
-            "repairs": int(self._repairs) if self._repairs is not None else 0,
+            "repairs": int(self._repairs),
         }
+
+    def _count(self) -> None:
+        """Count what is not counted yet, all at once: a call a layer would take as long as its decode."""
+        if not self._uncounted:
+            return
+        if self._counts is None:
+            self._counts = Telemetry((), self._uncounted[0].repaired.device)
+        device = self._counts.device
+
+        def joined(tensors: Iterable[Tensor]) -> Tensor:
+            return torch.cat([x.to(device).reshape(-1, 1) for x in tensors])
+
+        meter, risk, value_error = (
+            joined(kept.measures[name] for kept in self._uncounted) for name in ("meter", "risk", "value_error")
+        )
+        counted = joined(kept.compressed_before for kept in self._uncounted)
+        self._counts.add(meter, risk, value_error, counted, layer=0)
+        self._repairs = self._repairs + joined(kept.repaired for kept in self._uncounted).sum()
+        self._uncounted.clear()
 
 
 def versions() -> dict[str, str]:
