@@ -223,7 +223,7 @@ class WitCertCache(Cache):
             check_flag("backing", backing)
         if tau is not None and backing is False:
             raise ValueError("backing: got False, wants True or None: the gate repairs from the backing store")
-        check_integer("history", history, 0, 2**62)
+        history = check_integer("history", history, 0, 2**62)
         if telemetry is not None and not isinstance(telemetry, Telemetry):
             raise TypeError(f"telemetry: got {type(telemetry).__name__}, wants a witcert_kernels.Telemetry")
         if seed is not None:
@@ -372,7 +372,7 @@ class WitCertCache(Cache):
             ValueError: a positive number (the length to keep, in older transformers), or a group of tokens that were
                 quantised together would be split and its exact tokens are gone (see :meth:`activate_past_recording`).
         """
-        check_integer("tokens_to_remove", tokens_to_remove, -(2**62), 2**62)
+        tokens_to_remove = check_integer("tokens_to_remove", tokens_to_remove, -(2**62), 2**62)
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop: got {tokens_to_remove}, wants 0 or a negative number: minus the positions to remove"
@@ -397,7 +397,7 @@ class WitCertCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence ``repeats`` times. Raises as :meth:`reorder_cache`."""
-        check_integer("repeats", repeats, 1)
+        repeats = check_integer("repeats", repeats, 1)
         self._select("indices", torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
 
     def report(self) -> Report:
