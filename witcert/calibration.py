@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from witcert_kernels import LayerCalibration
-from witcert_kernels.checks import check_range
+from witcert_kernels.checks import check_integer, check_range
 from witcert_kernels.layout import rope_pairs
 
 from .capture import (
@@ -109,9 +109,9 @@ class Calibration:
         """The same calibration with another number of directions.
 
         Raises:
-            ValueError: more than were stored.
+            TypeError, ValueError: no number of directions, or more than were stored.
         """
-        check_range("sketch", sketch, 0, min(layer.u.shape[1] for layer in self.fitted))
+        check_integer("sketch", sketch, 0, min(layer.u.shape[1] for layer in self.fitted))
         return replace(self, metadata=self.metadata.model_copy(update={"sketch": sketch}))
 
     def check(self, model: PreTrainedModel | PreTrainedConfig | Captured | ModelFingerprint) -> None:
@@ -189,9 +189,10 @@ def fit(
         equalizer: False for μ = 0 and f = 1.
 
     Raises:
-        ValueError: an argument out of range, or a captured tensor that is not finite, by name.
+        TypeError, ValueError: an argument of another type or out of range, or a captured tensor that is not finite, by
+            name.
     """
-    check_range("directions", directions, 0, 2**16)
+    check_integer("directions", directions, 0, 2**16)
     return [_fit_layer(layer, captured, bypass, directions, equalizer) for layer in captured.layers]
 
 
@@ -204,7 +205,7 @@ def _fit_layer(
     meta = captured.metadata
     k = layer.k.to(torch.float64)
     _, kv_heads, d = k.shape
-    check_range("bypass", bypass, 0, d // 2 - 1)
+    check_integer("bypass", bypass, 0, d // 2 - 1)
     q = layer.q.to(torch.float64).unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)  # [kv_heads, rows, d]
     pairs = rope_pairs(d, meta.rope_layout, meta.rotary_dim)
     mu, f = _equalizer(k, pairs) if equalizer else (torch.zeros(kv_heads, d), torch.ones(kv_heads, d))
@@ -417,9 +418,10 @@ def calibrate(
         progress: called with a stage (``"capture"``, ``"fit"``, ``"choose"``), how much is done, and of how much.
 
     Raises:
-        ValueError: a text that is too short, an argument out of range, or a model that cannot be captured, by name.
+        TypeError, ValueError: a text that is too short, an argument of another type or out of range, or a model that
+            cannot be captured, by name.
     """
-    check_range("length", length, 2, 2**31 - 1)
+    check_integer("length", length, 2)
     ids: list[int] = tokenizer(text)["input_ids"]
     prefix = ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
     if len(ids) < length:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from witcert_kernels.checks import check_range, check_tensor
+from witcert_kernels.checks import check_integer, check_tensor
 from witcert_kernels.layout import MODEL_DTYPES
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class CapturedLayer:
             raise ValueError(f"{self.name}.q: got {heads} heads, wants a multiple of the {kv_heads} kv heads of k")
         if self.sinks is not None:
             check_tensor(f"{self.name}.sinks", self.sinks, (heads,), MODEL_DTYPES)
-        check_range("window_left", self.window_left, -1, 2**31 - 1)
+        check_integer("window_left", self.window_left, -1)
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ def capture(
 
     check_tensor("input_ids", input_ids, (None,), torch.int64)
     tokens = len(input_ids)
-    check_range("steps", tokens if steps is None else steps, 1, tokens)
+    check_integer("steps", tokens if steps is None else steps, 1, tokens)
     text: Any = model.config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and tokens > limit:

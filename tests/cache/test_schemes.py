@@ -113,6 +113,8 @@ def test_a_scheme_of_ones_own() -> None:
         schemes.register(coarse)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="token_group: got 0"):
         Scheme("none", coarse, coarse, bits=3, token_group=0)
+    with pytest.raises(TypeError, match=r"token_group: got 1\.5"):
+        Scheme("none", coarse, coarse, bits=3, token_group=1.5)  # type: ignore[arg-type]
     wrong = Scheme("wrong", lambda x: x[:1], coarse, bits=3)
     with pytest.raises(ValueError, match=r"scheme 'wrong': its quantiser returned \[1, 2, 80\]"):
         wrong.quantize_keys(sample(0.0))

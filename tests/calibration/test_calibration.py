@@ -117,11 +117,17 @@ def test_bypass_pairs_are_the_greedy_minimum_of_the_mean_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [({"bypass": 8}, "bypass: got 8"), ({"bypass": -1}, "bypass: got -1"), ({"directions": -1}, "directions: got -1")],
+    ("change", "error", "message"),
+    [
+        ({"bypass": 8}, ValueError, "bypass: got 8"),
+        ({"bypass": -1}, ValueError, "bypass: got -1"),
+        ({"bypass": 1.5}, TypeError, r"bypass: got 1\.5"),
+        ({"directions": -1}, ValueError, "directions: got -1"),
+        ({"directions": 1.5}, TypeError, r"directions: got 1\.5"),
+    ],
 )
-def test_fit_arguments_are_named(change: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_fit_arguments_are_named(change: dict[str, float], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         fit(captured(), **change)  # type: ignore[arg-type]
 
 
@@ -157,6 +163,8 @@ def test_layers_have_the_chosen_directions_and_others_on_demand() -> None:
     assert wider.fingerprint != this.fingerprint
     with pytest.raises(ValueError, match="sketch: got 5"):
         this.with_sketch(5)
+    with pytest.raises(TypeError, match=r"sketch: got 1\.5"):
+        this.with_sketch(1.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def test_weights_hash_sees_one_changed_parameter() -> None:
         ({"input_ids": torch.zeros(3)}, TypeError, "input_ids: got dtype"),
         ({"input_ids": torch.zeros(1, 3, dtype=torch.int64)}, ValueError, r"input_ids: got shape \[1, 3\]"),
         ({"steps": 0}, ValueError, "steps: got 0"),
+        ({"steps": 1.5}, TypeError, r"steps: got 1\.5"),
         ({"steps": TOKENS + 1}, ValueError, f"steps: got {TOKENS + 1}"),
         (
             {"input_ids": torch.ones(129, dtype=torch.int64)},

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from witcert_kernels.checks import check_range
+from witcert_kernels.checks import check_integer
 
 Quantizer = Callable[[Tensor], "Tensor | tuple[Tensor, Tensor]"]
 NominalBytes = Callable[[int, int], float]
@@ -28,7 +28,7 @@ class Scheme:
             itself would store them; None where it is not known.
 
     Raises:
-        ValueError: ``token_group`` below 1.
+        TypeError, ValueError: ``token_group`` is no integer from 1 to 65536.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Scheme:
     nominal_bytes: NominalBytes | None = None
 
     def __post_init__(self) -> None:
-        check_range("token_group", self.token_group, 1, 2**16)
+        check_integer("token_group", self.token_group, 1, 2**16)
 
     def quantize_keys(self, k: Tensor) -> Tensor:
         """The keys that come back, in the shape of ``k``."""
