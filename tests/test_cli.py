@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from witcert import __version__, schemes
-from witcert.cli import _text, app, main
+from witcert.cli import app, main
 
 runner = CliRunner()
 
@@ -73,6 +73,8 @@ def test_a_mistake_is_said_in_one_line_before_the_work(
         (("meter", captured, "--scheme", "int8", "--scheme", "int7"), "scheme: got 'int7'"),
         (("capture", "--text", text, "-o", "/nonexistent/x"), "folder does not exist"),
         (("calibrate", "--text", text, "-o", "/nonexistent/x"), "folder does not exist"),
+        (("capture", "--text", text, "-o", captured), "text.txt, wants UTF-8"),
+        (("calibrate", "--text", text, "-o", captured), "text.txt, wants UTF-8"),
         (("conformance", "--impl", "ref", "--profile", "none"), "profile: got 'none'"),
     ):
         monkeypatch.setattr(sys, "argv", ["witcert", *arguments])
@@ -81,13 +83,6 @@ def test_a_mistake_is_said_in_one_line_before_the_work(
         out, err = capsys.readouterr()
         assert ended.value.code == 1 and not out, arguments
         assert err.startswith("witcert: ") and said in err and err.count("\n") == 1
-
-
-def test_a_text_is_utf8(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"^text: got .*text.txt, wants UTF-8"):
-        _text(text)
 
 
 @pytest.mark.model

@@ -142,7 +142,7 @@ def generate(
     scheme: SchemeOption = "int8",
     tau: TauOption = None,
     calibration: CalibrationOption = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens of the answer.")] = 128,
 ) -> None:
     """Stream an answer generated over a compressed cache; the last line says what the meter saw.
 
@@ -207,7 +207,10 @@ def calibrate(
     model: ModelOption = None,
     length: Annotated[int, typer.Option("--length", help="Tokens to fit to: the length that will be served.")] = 2048,
     tau: Annotated[float, typer.Option("--tau", help="Threshold of the coverage.")] = 0.2,
-    target: Annotated[float | None, typer.Option("--target", help="Coverage to reach with the fewest bytes.")] = None,
+    target: Annotated[
+        float | None,
+        typer.Option("--target", help="Coverage to reach with the fewest bytes; one that reads 1.000 if left out."),
+    ] = None,
 ) -> None:
     """Fit equaliser, sketch directions and bypass to a text, and print bytes against coverage.
 
@@ -216,13 +219,13 @@ def calibrate(
     from . import calibration
 
     _check_target(output)
-    out = console()
+    words, out = _text(text), console()
     loaded, tokenizer = _load(model, out)
     with bar(out) as progress:
         result, trade_off = calibration.calibrate(
             loaded,
             tokenizer,
-            _text(text),
+            words,
             length=length,
             tau=tau,
             target=calibration.TARGET if target is None else target,
@@ -249,9 +252,9 @@ def capture(
     from .capture import capture as run
 
     _check_target(output)
-    out = console()
+    words, out = _text(text), console()
     loaded, tokenizer = _load(model, out)
-    ids = tokenizer(_text(text))["input_ids"]
+    ids = tokenizer(words)["input_ids"]
     if len(ids) < length:
         raise ValueError(f"text: got {len(ids)} tokens, wants at least --length, {length}")
     with bar(out) as progress:
@@ -263,7 +266,9 @@ def capture(
 @app.command()
 def meter(
     file: Annotated[Path, typer.Argument(help="Captured tensors.", exists=True, dir_okay=False)],
-    scheme: Annotated[list[str] | None, typer.Option("--scheme", help="Scheme to meter; may be repeated.")] = None,
+    scheme: Annotated[
+        list[str] | None, typer.Option("--scheme", help="Scheme to meter, int8 if left out; may be repeated.")
+    ] = None,
     calibration: CalibrationOption = None,
     tau: Annotated[float, typer.Option("--tau", help="Threshold of the coverage.")] = 0.2,
     json: Annotated[Path | None, typer.Option("--json", help="Write all cells (of one scheme).")] = None,
