@@ -332,7 +332,8 @@ class WitCertCache(Cache):
             attention_mask: ``[batch, n]`` padding mask, or None.
 
         Raises:
-            ValueError: the cache is not empty, or another number of layers, sequences or positions.
+            TypeError, ValueError: the cache is not empty, or not tensors, or another number of layers, sequences or
+                positions.
         """
         if len(keys_values) != len(self.layers):
             raise ValueError(f"keys_values: got {len(keys_values)} layers, wants {len(self.layers)}")
@@ -369,6 +370,7 @@ class WitCertCache(Cache):
         """Remove the last ``-tokens_to_remove`` positions of every sequence.
 
         Raises:
+            TypeError: no integer.
             ValueError: a positive number (the length to keep, in older transformers), or a group of tokens that were
                 quantised together would be split and its exact tokens are gone (see :meth:`activate_past_recording`).
         """
@@ -384,7 +386,7 @@ class WitCertCache(Cache):
         """Make sequence i the old sequence ``beam_idx[i]``, in every part of the store.
 
         Raises:
-            ValueError: an index out of range; nothing has changed then.
+            TypeError, ValueError: not an index tensor, or an index out of range; nothing has changed then.
         """
         self._select("beam_idx", beam_idx)
 
@@ -481,7 +483,6 @@ class WitCertCache(Cache):
             )
         return budget
 
-    @torch.inference_mode(False)
     def _make_pool(
         self,
         index: int,

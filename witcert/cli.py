@@ -308,7 +308,7 @@ def meter(
             summaries.append(result.summary(tau))
     out.print(metering.table(summaries))
     if json is not None:
-        json.write_text(result.model_dump_json(), encoding="utf-8")
+        result.write_json(json)
 
 
 @app.command()

@@ -1,7 +1,8 @@
 """The verified op: attention over a compressed KV cache with a proved bound on the damage.
 
-``certified_decode`` and ``quantize_`` run Triton on CUDA tensors and a vectorised torch path on CPU tensors, behind
-``torch.ops.witcert.*``. Nothing here imports the reference: the two are compared by the conformance suite only.
+``certified_decode``, ``quantize_`` and ``observe_`` run Triton on CUDA tensors and torch's own ops on CPU tensors, but
+packed writes and plain decodes that numba compiled where it is installed. All are behind ``torch.ops.witcert.*``.
+Nothing here imports the reference: the two are compared by the conformance suite only.
 """
 
 from .budget import Budget, BudgetExhausted

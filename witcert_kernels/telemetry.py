@@ -69,7 +69,7 @@ class Telemetry:
         buffer: int64, the counters. Its address never changes, so captured graphs keep counting into it.
 
     Raises:
-        ValueError: a τ out of range.
+        TypeError, ValueError: a τ that is no number or out of range.
     """
 
     @torch.inference_mode(False)
