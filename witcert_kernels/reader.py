@@ -491,21 +491,17 @@ def decode(
                 high=high,
             )
             query = reader.query(span.q, sm_scale)
+            added = None if bias is None else group_rows(bias[first:stop], kv_heads)
             parts = _read(
-                reader, query, span, options, page_table[b], length, repaired, exact_k, exact_v, splits,
-                None if bias is None else _group_bias(bias[first:stop], kv_heads),
-            )  # fmt: skip
+                reader, query, span, options, page_table[b], length, repaired, exact_k, exact_v, splits, added
+            )
             if k_new is not None and v_new is not None:
                 keys, values = (t[bounds[b] : bounds[b + 1]].transpose(0, 1) for t in (k_new, v_new))
                 begin = 0 if window_left < 0 else max(0, low - window_left - length)
                 end = stop - bounds[b] if causal else total
                 for t0 in range(begin, end, TILE):
                     t1 = min(t0 + TILE, end)
-                    here = (
-                        None
-                        if bias is None
-                        else _group_bias(bias[first:stop], kv_heads)[..., length + t0 : length + t1]
-                    )
+                    here = None if added is None else added[..., length + t0 : length + t1]
                     allowed, here = _bias_mask(span.mask(length + t0, length + t1), here)
                     chunk = keys[:, t0:t1], values[:, t0:t1]
                     parts.append(exact_tile(span, options, *chunk, allowed, here, known=reader.known))
@@ -536,11 +532,6 @@ def log_term(length: int, delta_local: float) -> float:
         return 0.0
     term = torch.tensor(2 * length / delta_local, dtype=torch.float64).log().item()
     return term * (1 + 2.0**-40)
-
-
-def _group_bias(bias: Tensor, kv_heads: int) -> Tensor:
-    """``[n, heads, tokens] -> [kv_heads, n * G, tokens]``."""
-    return group_rows(bias, kv_heads)
 
 
 def _bias_mask(allowed: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
