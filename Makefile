@@ -14,7 +14,7 @@ help:
 	@echo "make test     run the tests, then the conformance suite on every implementation that a CPU has"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   rewrite the code in ruff's format"
-	@echo "Each makes $(VENV) with $(PYTHON) (3.11 or later) and installs what it needs first."
+	@echo "Each makes $(VENV) with $(PYTHON) (3.11 or 3.12) and installs what it needs first."
 
 demo: install
 	$(BIN)/witcert demo
