@@ -30,3 +30,13 @@ class NegativePagesCountFromTheEnd(Twin):
     def check_read(self, store: TwinStore, read: Read) -> None:
         count = len(store.back_k) // store.layout.page_size
         super().check_read(store, replace(read, page_table=np.where(read.page_table == -1, count - 1, read.page_table)))
+
+
+@mutant("wrong_arguments_are_refused_by_name")
+class KeysAreRefusedWithoutTheirName(Twin):
+    """A key of another shape is refused as a token's; the argument is not named."""
+
+    def check_write(self, store: TwinStore, k: Array, v: Array, slots: Ints) -> None:
+        if k.shape != (len(slots), store.layout.kv_heads, store.layout.head_dim):
+            raise ValueError(f"shape: got {k.shape}, wants that of a token")
+        super().check_write(store, k, v, slots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ def refused(name: str, call: object) -> None:
     try:
         call()  # type: ignore[operator]
     except (ValueError, TypeError) as error:
-        require(name in str(error), f"{name}: refused without naming it: {error}")
+        require(re.search(rf"\b{name}\b", str(error)) is not None, f"{name}: refused without naming it: {error}")
         return
     require(False, f"{name}: accepted")
 
