@@ -211,8 +211,8 @@ def decode(model: Any, cache: Any, first: Tensor, limit: int, stop: set[int], ea
 class Watcher:
     """Collects every cell of one run, with the true total variation measured beside the meter."""
 
-    def __init__(self, cache: WitCertCache, prompt_tokens: int) -> None:
-        self.cache, self.prompt_tokens = cache, prompt_tokens
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
         self.cells: list[tuple[int, int, int, float, float, float]] = []
         self.worst: float | None = None
         self.seconds = 0.0
@@ -221,7 +221,7 @@ class Watcher:
         """Measure one layer's decode step, which is not part of the decode's time."""
         began = time.perf_counter()
         certificate, step = record.certificate, record.step - self.prompt_tokens
-        columns = [x[0].tolist() for x in (certificate.meter, certificate.eform, true_tv(self.cache, record))]
+        columns = [x[0].tolist() for x in (certificate.meter, certificate.eform, true_tv(record))]
         seen = record.reading.compressed_before[0].tolist()
         cells = [
             (record.layer, head, step, *cell) for head, cell in enumerate(zip(*columns, strict=True)) if seen[head]
@@ -257,7 +257,7 @@ def answer(
         model.set_attn_implementation("witcert")
         cache = WitCertCache(model.config, scheme, tau, calibration, backing=True, seed=seed)
         cache.preload(prefix.layers)
-        watcher = cache.observer = Watcher(cache, prompt.tokens)
+        watcher = cache.observer = Watcher(prompt.tokens)
     began = time.perf_counter()
     tokens = decode(
         model, cache, prefix.next_token, new_tokens, stop, lambda n: progress(n, watcher.worst if watcher else None)

@@ -18,14 +18,13 @@ from .read import Read
 from .store import LayerStore
 
 if TYPE_CHECKING:
-    from .cache import WitCertCache
     from .report import StepRecord
 
 
-def true_tv(cache: WitCertCache, record: StepRecord) -> Tensor:
+def true_tv(record: StepRecord) -> Tensor:
     """Total variation between exact and stored attention of each query row and head, float64 ``[rows, heads]``.
 
-    Call it from ``cache.observer``, while the store is as it was read. NaN where a key or a query is not finite.
+    Call it from ``WitCertCache.observer``, while the store is as it was read. NaN where a key or a query is not finite.
 
     Raises:
         ValueError: the cache keeps no exact keys.

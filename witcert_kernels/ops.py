@@ -431,7 +431,7 @@ def certified_decode(
         budget: puts the radius on offer for a dithered store, at ``budget.delta_local``; the guarantee is then
             ``"fixed_trajectory"``. The caller spends it, once a step for all layers.
         splits: partial results that are merged; None lets the device choose.
-        return_shares: also return each page's share of A − 1.
+        return_shares: also return each page's share of A − 1; torch's own ops run then, on a GPU too.
         plan: split count and room for all temporaries, in place of ``splits``.
         telemetry: counts the call's cells, as of the pool's layer.
 

@@ -321,7 +321,7 @@ def slack(info: Info, layout: Layout, read: Read, q: Array, keys: Array, bias: A
     return np.asarray(base + added + 1e-5)
 
 
-def attended_mask(read: Read, b: int, n: int, m: int, rows: int) -> Mask:
+def attended_mask(read: Read, n: int, m: int, rows: int) -> Mask:
     """Who attends to whom, ``[rows, n + m]``: query row i of the sequence is at n + i (own chunk) or n − rows + i."""
     position = np.arange(rows)[:, None] + (n if read.k_new is not None else n - rows)
     token = np.arange(n + m)[None]
@@ -355,7 +355,7 @@ def blocks(scene: Scene, stored: Stored | None = None, read: Read | None = None)
             chunk = read.k_new is not None and read.v_new is not None
             new_k = read.k_new[rows, h] if chunk else np.zeros((0, layout.head_dim))  # type: ignore[index]
             new_v = read.v_new[rows, h] if chunk else np.zeros((0, layout.head_dim_v))  # type: ignore[index]
-            mask = np.repeat(attended_mask(read, b, length, len(new_k), len(rows)), group, 0)
+            mask = np.repeat(attended_mask(read, length, len(new_k), len(rows)), group, 0)
             bias = None
             if read.bias is not None:
                 bias = read.bias[flat_rows, flat_heads, : length + len(new_k)]

@@ -124,12 +124,12 @@ class Watch:
         self.cells = 0
         self.violations = 0
         self.largest = 0.0
-        self.cache, self.then = cache, then
+        self.then = then
         cache.observer = self
 
     def __call__(self, record: StepRecord) -> None:
         """Count cells whose meter is below the truth, tolerance 0."""
-        true = true_tv(self.cache, record)
+        true = true_tv(record)
         self.cells += int((record.certificate.compressed > 0).sum())
         self.violations += int((record.certificate.meter.double() < true).sum())
         self.largest = max(self.largest, float(true.max()))

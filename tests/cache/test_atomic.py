@@ -63,7 +63,7 @@ def test_a_scheme_that_works_in_place_is_still_measured() -> None:
     largest: list[float] = []
 
     def watch(record: object) -> None:
-        true = true_tv(cache, record)  # type: ignore[arg-type]
+        true = true_tv(record)  # type: ignore[arg-type]
         assert bool((record.certificate.meter >= true).all())  # type: ignore[attr-defined]
         largest.append(float(true.max()))
 

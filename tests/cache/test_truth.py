@@ -59,7 +59,7 @@ def test_nothing_is_lost_where_every_page_is_exact() -> None:
     largest = []
 
     def keep(record: StepRecord) -> None:
-        largest.append(float(true_tv(cache, record).max()))
+        largest.append(float(true_tv(record).max()))
 
     cache.observer = keep
     generate("gemma2", prompt(20, 3), cache, max_new_tokens=4)
@@ -68,6 +68,6 @@ def test_nothing_is_lost_where_every_page_is_exact() -> None:
 
 def test_exact_keys_are_needed() -> None:
     cache = WitCertCache(model("llama").config)
-    cache.observer = lambda record: true_tv(cache, record)
+    cache.observer = true_tv
     with pytest.raises(ValueError, match="backing=True"):
         generate("llama", prompt(3), cache)

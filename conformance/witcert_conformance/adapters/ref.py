@@ -266,7 +266,7 @@ class Reference:
         if chunk and read.k_new is not None and read.v_new is not None:
             mine = np.flatnonzero(seen[n:])
             k, v = read.k_new[own, h][mine], read.v_new[own, h][mine]
-            parts.append(self._part(self._exact_tokens(read, q, k, v, bias[n + mine], layout)))
+            parts.append(self._part(self._exact_tokens(read, q, k, v, bias[n + mine])))
         return attention.merge(parts, None if read.sinks is None else float(read.sinks[head]))
 
     def _part(self, tokens: _Tokens) -> attention.Part:
@@ -280,7 +280,7 @@ class Reference:
         reach = np.abs(keys).max(initial=0.0) * np.abs(q).sum() * read.sm_scale + np.abs(bias).max(initial=0.0)
         return np.full(len(bias), ROUNDING * (1 + reach))
 
-    def _exact_tokens(self, read: Read, q: Array, k: Array, v: Array, bias: Array, layout: Layout) -> _Tokens:
+    def _exact_tokens(self, read: Read, q: Array, k: Array, v: Array, bias: Array) -> _Tokens:
         lost, lost_v = ~finite(k), ~finite(v)
         k, v = np.where(lost[:, None], 0.0, k), np.where(lost_v[:, None], 0.0, v)
         y = attention.logits(q, k, read.sm_scale, bias=bias, logits_soft_cap=read.soft_cap)
@@ -300,7 +300,7 @@ class Reference:
         k, v = np.zeros((len(token), layout.head_dim)), np.zeros((len(token), layout.head_dim_v))
         for i in np.flatnonzero(on):
             k[i], v[i] = (x[token[i] % size] for x in store_.exact[slot[i]])
-        exact = self._exact_tokens(read, q, k, v, bias, layout)
+        exact = self._exact_tokens(read, q, k, v, bias)
 
         def either(x: Array | None, y: Array | None) -> Array | None:
             return None if x is None else np.where(on, 0.0 if y is None else y, x)

@@ -138,7 +138,7 @@ def cells(seen: Seen) -> Iterator[Cell]:
     first = np.concatenate([[0], np.cumsum(view.lengths)])
     for b, n in enumerate(view.lengths):
         page, offset = np.divmod(seen.slots[first[b] : first[b] + n], layout.page_size)
-        mask: Mask = attended_mask(read, b, n, 0, 1)[0] if n else np.zeros(0, bool)
+        mask: Mask = attended_mask(read, n, 0, 1)[0] if n else np.zeros(0, bool)
         assert mask.all()
         for head in range(read.q.shape[1]):
             h = head // view.group_heads
