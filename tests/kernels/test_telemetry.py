@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.triton.backends import CUDA, ON_TRITON, Result, decode_torch, decode_triton, to_device
+from tests.triton.backends import CUDA, Result, decode_torch, decode_triton, on_triton, to_device
 from tests.triton.test_observatory import observed
 from witcert_kernels import (
     Counters,
@@ -146,7 +146,7 @@ def test_a_captured_decode_counts_on_every_replay() -> None:
     pool, q = to_device(case.pool), queries(case, 2).cuda()
     assert isinstance(pool, PackedPool)
     given, telemetry = (case.page_table.cuda(), case.seq_lens.cuda()), Telemetry(device="cuda")
-    with ON_TRITON:
+    with on_triton():
         certified_decode(q, pool, *given, telemetry=telemetry)
         one = telemetry.read()
         telemetry.reset()

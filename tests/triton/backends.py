@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,8 +18,9 @@ from witcert_kernels.philox import GRID_STEP
 Pool = PackedPool | ObservatoryPool
 Result = tuple[torch.Tensor, torch.Tensor, Certificate]
 CUDA = torch.cuda.is_available()
-ON_CPU = mock.patch.dict(os.environ, {"WITCERT_BACKEND": "torch"})
-ON_TRITON = mock.patch.dict(os.environ, {"WITCERT_BACKEND": "triton"})
+# one for each use: a patch that is entered again inside itself would leave the environment changed
+on_cpu = partial(mock.patch.dict, os.environ, {"WITCERT_BACKEND": "torch"})
+on_triton = partial(mock.patch.dict, os.environ, {"WITCERT_BACKEND": "triton"})
 
 
 def to_device(pool: Pool) -> Pool:
@@ -42,7 +44,7 @@ def _move(value: Any, device: str) -> Any:
 def decode_triton(q: torch.Tensor, pool: Pool, *args: Any, **options: Any) -> Result:
     """``certified_decode`` by the Triton kernels, results on the CPU."""
     device = "cuda" if CUDA else "cpu"
-    with ON_TRITON:
+    with on_triton():
         out, lse, cert = certified_decode(
             q.to(device),
             to_device(pool),
@@ -55,7 +57,7 @@ def decode_triton(q: torch.Tensor, pool: Pool, *args: Any, **options: Any) -> Re
 
 def decode_torch(q: torch.Tensor, pool: Pool, *args: Any, **options: Any) -> Result:
     """``certified_decode`` by the torch path on CPU tensors."""
-    with ON_CPU:
+    with on_cpu():
         return certified_decode(q, pool, *args, **options)
 
 

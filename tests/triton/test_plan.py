@@ -27,7 +27,7 @@ from witcert_kernels import (
 )
 from witcert_ref import bounds
 
-from .backends import CUDA, ON_TRITON, Result, decode_torch, decode_triton, stored_bounds, to_device
+from .backends import CUDA, Result, decode_torch, decode_triton, on_triton, stored_bounds, to_device
 from .test_observatory import observed
 from .test_reader import assert_sound, extend_arguments
 
@@ -37,7 +37,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 def plan_of(pool: Any, *args: Any, **options: Any) -> Plan:
-    with ON_TRITON:
+    with on_triton():
         return Plan(to_device(pool), *args, **options)
 
 
@@ -246,7 +246,7 @@ def test_a_planned_decode_compiles_to_one_graph() -> None:
         out, lse, cert = certified_decode(q * 1.0, pool, table, lengths, plan=plan)
         return out, lse, cert.meter
 
-    with ON_TRITON:
+    with on_triton():
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
         for shorter in (0, 3):
             for got, wanted in zip(compiled(q, lengths - shorter), step(q, lengths - shorter), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from witcert_kernels import (
     triton_writer,
 )
 
-from .backends import ON_TRITON
+from .backends import on_triton
 
 BF16, I32 = torch.bfloat16, torch.int32
 BATCH, KV_HEADS, HEADS, DIM, PAGES = 3, 2, 8, 64, 20
@@ -67,7 +68,7 @@ class NoWaiting(TorchDispatchMode):
 def on_device() -> Iterator[NoWaiting]:
     """The ops' own functions on meta tensors; kernels are recorded in place of launched."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ON_TRITON)
+        stack.enter_context(on_triton())
         stack.enter_context(mock.patch.object(ops, "full_precision", lambda device: contextlib.nullcontext()))
         for name in OPS:
             stack.enter_context(mock.patch.object(torch.ops.witcert, name, getattr(ops, f"_{name.rstrip('_')}")))
@@ -139,8 +140,10 @@ DECODES: dict[str, Callable[[], None]] = {
 
 @pytest.mark.parametrize("name", DECODES)
 def test_a_decode_waits_for_nothing(name: str) -> None:
-    with ON_TRITON:
+    before = os.environ.get("WITCERT_BACKEND")
+    with on_triton():
         DECODES[name]()
+    assert os.environ.get("WITCERT_BACKEND") == before
 
 
 def test_a_write_is_one_launch(n: int = 5) -> None:

@@ -18,7 +18,7 @@ from witcert_kernels import (
     quantize_,
 )
 
-from .backends import CUDA, ON_CPU, ON_TRITON, decode_torch, decode_triton, to_device
+from .backends import CUDA, decode_torch, decode_triton, on_cpu, on_triton, to_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy, under the interpreter
 
@@ -48,7 +48,7 @@ def write(layout: StoreLayout, k: torch.Tensor, v: torch.Tensor, triton: bool) -
     )
     slots = torch.randperm(pool.num_pages * layout.page_size, generator=g)[:n]
     positions = torch.randint(0, 10000, (n,), generator=g)
-    with ON_TRITON if triton else ON_CPU:
+    with on_triton() if triton else on_cpu():
         quantize_(*(x.to(device) for x in (k, v)), pool, slots.to(device), positions.to(device))
     return pool
 
@@ -91,7 +91,7 @@ def test_tensors_that_are_not_contiguous() -> None:
     pool = PackedPool(StoreLayout(2, 8, 8, page_size=4), 1, calibration=calibration)
     k, q = (torch.randn(4, n, 8, generator=g) for n in (2, 2))
     table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
-    with ON_CPU:
+    with on_cpu():
         quantize_(k, k, pool, torch.arange(4))
     want = decode_torch(q[:1], pool, table, lengths)
     got = decode_triton(q[:1], pool, table, lengths)
@@ -99,7 +99,7 @@ def test_tensors_that_are_not_contiguous() -> None:
     assert float(got[2].meter.max()) < 0.1
     pool.v_codes = torch.zeros(1, 4, 2, 16, dtype=torch.int8)[..., ::2]
     device = "cuda" if CUDA else "cpu"
-    with ON_TRITON, pytest.raises(ValueError, match=r"^pool.v_codes: got strides"):
+    with on_triton(), pytest.raises(ValueError, match=r"^pool.v_codes: got strides"):
         quantize_(k.to(device), k.to(device), to_device(pool), torch.arange(4, device=device))
     with pytest.raises(ValueError, match=r"^pool.v_codes: got strides"):
         decode_triton(q[:1], pool, table, lengths)
@@ -117,7 +117,7 @@ def observe(layout: ObservatoryLayout, given: list[torch.Tensor], triton: bool) 
     device = "cuda" if triton and CUDA else "cpu"
     pool = ObservatoryPool(layout, 2 + 2 * n // layout.page_size, calibration=calibration, device=device)
     slots = torch.randperm(pool.num_pages * layout.page_size, generator=g)[:n]
-    with ON_TRITON if triton else ON_CPU:
+    with on_triton() if triton else on_cpu():
         observe_(*(x.to(device) for x in given), pool, slots.to(device))
     return pool
 
