@@ -205,7 +205,7 @@ def _decode_packed(
     common = (q, page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, exact_k, exact_v, sinks, bias)
     options: dict[str, Any] = {
         "causal": causal, "sm_scale": sm_scale, "cap": cap, "window_left": window_left, "delta_local": delta_local,
-        "splits": splits, "want_shares": want_shares,
+        "splits": splits,
     }  # fmt: skip
     if use_triton(q.device) and not want_shares:
         from . import triton_reader
@@ -224,7 +224,7 @@ def _decode_packed(
 
     def read() -> tuple[Tensor, ...]:
         with full_precision(q.device):
-            return reader.decode(common[0], packed, *common[1:], **options)
+            return reader.decode(common[0], packed, *common[1:], want_shares=want_shares, **options)
 
     plain = k_new is None and sinks is None and bias is None and cap == 0 and splits <= 1
     if not plain or not use_numba(q.device):
@@ -284,7 +284,6 @@ def _decode_observatory(
     common = (q, page_table, seq_lens, qo_indptr, k_new, v_new, exact_pages, exact_k, exact_v, sinks, bias)
     options: dict[str, Any] = {
         "causal": causal, "sm_scale": sm_scale, "cap": cap, "window_left": window_left, "splits": splits,
-        "want_shares": want_shares,
     }  # fmt: skip
     if use_triton(q.device) and not want_shares:
         from . import triton_reader
@@ -295,7 +294,9 @@ def _decode_observatory(
         )
     observatory = reader.ObservatoryReader(tensors)
     with full_precision(q.device):
-        outputs = reader.decode(common[0], observatory, *common[1:], delta_local=0.0, **options)
+        outputs = reader.decode(
+            common[0], observatory, *common[1:], delta_local=0.0, want_shares=want_shares, **options
+        )
     return _counted(outputs, telemetry, layer)
 
 

@@ -240,7 +240,6 @@ def decode_observatory(
     cap: float,
     window_left: int,
     splits: int,
-    want_shares: bool = False,
     workspace: Tensor | None = None,
     telemetry: Tensor | None = None,
     layer: int = 0,

@@ -507,7 +507,6 @@ def decode_packed(
     window_left: int,
     delta_local: float,
     splits: int,
-    want_shares: bool = False,
     workspace: Tensor | None = None,
     digits: int = DIGITS,
     telemetry: Tensor | None = None,
