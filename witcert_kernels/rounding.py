@@ -37,6 +37,7 @@ RISE               coefficients of 2^c − 1 over c up to RISE_LIMIT, lowest fir
                    (bench/rise_bound.py tries every float32). Where the result is below 2^-126 TRITON_UNDERFLOW has it
 RISE_LIMIT         largest c in base 2 of the polynomial, one nat
 RISE_UP            makes ex2.approx(c) − 1 an upper bound beyond it; what is computed then defines c
+FLUSHED            what flushing to zero may take from the square of a channel, in a norm
 TRITON_UNDERFLOW   what flushing to zero may take from a token's term, relative to the running maximum's
 WIDE_ERROR         relative error of e^x e^c multiplied in the exponent, over the largest c, beyond WIDE
 ================== =========================================================================================
@@ -72,6 +73,7 @@ RISE = (
 )
 RISE_LIMIT = 1.4427
 RISE_UP = 1 + 2.0**-20
+FLUSHED = 2.0**-126
 TRITON_UNDERFLOW = 2.0**-124
 WIDE = 19.0
 WIDE_ERROR = 2.0**-18

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: exact powers of two, rounding, the dither, the fold of a tile into a row's sums."""
+"""What the Triton kernels share: exact powers of two, rounding, the dither, room for temporaries."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def power_of_two(n):
-    """2^n for float32 integers n ≤ 0, exact; 0 from n = −127 on."""
+    """2^n for float32 integers n ≤ 0, exact; 0 down from n = −127."""
     return ((tl.maximum(n, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 

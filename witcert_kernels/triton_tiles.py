@@ -39,7 +39,7 @@ DOT_ERROR = tl.constexpr(rounding.DOT_ERROR)
 U = tl.constexpr(rounding.U)
 LOG2E = tl.constexpr(1.4426950408889634)
 HALF_SCALE = tl.constexpr(16384.0)  # keeps weights clear of float16's underflow
-FLUSHED = tl.constexpr(2.0**-126)  # most that underflow takes from a square
+FLUSHED = tl.constexpr(rounding.FLUSHED)
 THREADS = 128  # of a program
 # arguments that change from call to call: a kernel is compiled once for all of their values
 SIZES = ["batch", "total", "max_pages", "bias_tokens", "window_left", "slots"]
