@@ -8,7 +8,6 @@ codes are float32, everything else is float64. Rows with numbers that are not fi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from . import rounding
 from .compiled import Compiled
 from .philox import GRID_STEP, dither
 from .reader import PackedReader, log_term
+from .state import cast_error
 
 MAX_ROWS = 32  # query rows times heads a kv head; with more a matrix product is faster
 LANES = (3, 4)  # of them share a pass over the codes
@@ -56,13 +56,6 @@ _NAMES = [name.upper() for name in Constants._fields if name != "grid_step"]
 
 def _constants() -> Constants:
     return Constants._make([*(getattr(rounding, name) for name in _NAMES), GRID_STEP])
-
-
-@cache
-def _cast(dtype: torch.dtype) -> tuple[float, float, float]:
-    """What a cast to a dtype costs: relative error, absolute error below its normal range; and its largest number."""
-    kind = torch.finfo(dtype)
-    return kind.eps, 2.0**-25 if dtype == torch.float16 else kind.smallest_normal, kind.max
 
 
 ANY_ORDER = {"reassoc", "contract", "nsz"}  # LLVM's liberties: the budget allows them; NaN and Inf keep their meaning
@@ -539,7 +532,8 @@ def decode(
     k_codes, sketch, witness, v_codes = (_by_slot(t[name]) for name in ("k_codes", "sketch", "witness", "v_codes"))
     k_scale, v_scale = (_by_slot(t[name]).view(np.int16) for name in ("k_scale", "v_scale"))
     fixed = [t[name].numpy() for name in ("mu", "f", "u", "bypass_channels", "band_of_channel")]
-    const, cast, v_norm, table = _constants(), _cast(q.dtype), t["v_norm"].numpy(), page_table.contiguous().numpy()
+    const, cast = _constants(), (*cast_error(q.dtype), torch.finfo(q.dtype).max)
+    v_norm, table = t["v_norm"].numpy(), page_table.contiguous().numpy()
     query = q.to(torch.float64).contiguous().numpy()
     out, report = np.zeros((rows, heads, v_codes.shape[2]), np.float32), np.zeros((5, rows, heads), np.float32)
     report[0] = -np.inf

@@ -22,7 +22,7 @@ from .query import (
     packed_query,
     up,
 )
-from .state import INF, Moments, Partial, Result, exp_moments, finish, log_mass, merge
+from .state import INF, Moments, Partial, Result, cast_error, exp_moments, finish, log_mass, merge
 
 TILE = 1024
 ROWS = 128
@@ -457,6 +457,7 @@ def decode(
     n, heads, _ = q.shape
     kv_heads, head_dim_v = reader.kv_heads, exact_v.shape[-1]
     per_head = heads // kv_heads
+    out_error, out_floor = cast_error(q.dtype)
     lengths = seq_lens.tolist()
     bounds = list(range(len(lengths) + 1)) if qo_indptr is None else qo_indptr.tolist()
     out = q.new_zeros(n, heads, head_dim_v)
@@ -514,8 +515,8 @@ def decode(
                 merged,
                 tokens=length + total,
                 sum_error=(TILE + 16) * U,
-                out_error=torch.finfo(q.dtype).eps,
-                out_floor=2.0**-25 if q.dtype == torch.float16 else torch.finfo(q.dtype).smallest_normal,
+                out_error=out_error,
+                out_floor=out_floor,
                 small=rounding.UNDERFLOW,
             )
             shift = query.shift if isinstance(query, PackedQuery) and not mixed else 0.0

@@ -1,4 +1,5 @@
-"""The error budget: every constant by which a reported bound exceeds its real-number formula.
+"""The error budget: the constants by which a reported bound exceeds its real-number formula. Factors such as
+1 + 2^-20, and numbers of terms in a sum, are beside the formula that they serve.
 
 U is the unit roundoff of float32. U64 is twice that of float64: sums of bypass pairs, of the shift and of exact keys,
 relative to the magnitudes that they add. Logit errors are in natural-log units.

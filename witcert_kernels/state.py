@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -200,6 +201,13 @@ def _relative_deviation(part: Partial) -> Tensor:
     return spread.nan_to_num(nan=INF, posinf=INF).sqrt() / 2 * (1 + rounding.MOMENT_REL)
 
 
+@cache
+def cast_error(dtype: torch.dtype) -> tuple[float, float]:
+    """Relative error of a cast to a dtype, and the absolute one of a number below its normal range."""
+    kind = torch.finfo(dtype)
+    return kind.eps, 2.0**-25 if dtype == torch.float16 else kind.smallest_normal
+
+
 @dataclass
 class Result:
     """What a read reports, ``[kv_heads, rows]`` each but ``out`` ``[kv_heads, rows, d_v]``; float64."""
@@ -218,8 +226,7 @@ def finish(part: Partial, tokens: int, sum_error: float, out_error: float, out_f
     Args:
         tokens: most tokens that a row attended, for what underflow may have lost.
         sum_error: relative error of the tiles' weighted sums of v̂.
-        out_error, out_floor: relative error of casting the output, and the absolute one of a number below its dtype's
-            normal range.
+        out_error, out_floor: of casting the output, see :func:`cast_error`.
         small: absolute error of one weight below the working dtype's normal range.
     """
     mo = part.moments

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import rounding
 from . import telemetry as counting
+from .state import cast_error
 from .triton_common import power_of_two, power_of_two_wide
 
 M = tl.constexpr(0)  # integer maximum, −Inf for no token
@@ -458,6 +459,7 @@ def merge(
     (n, heads, _), (splits, _, d_v) = like.shape, acc.shape
     lse, meter, eform, risk, error = (like.new_empty(n, heads, dtype=torch.float32) for _ in range(5))
     out, compressed = like.new_empty(n, heads, d_v), like.new_empty(n, heads, dtype=torch.int32)
+    out_error, out_floor = cast_error(like.dtype)
     if n:
         _merge_kernel[(n * heads,)](
             acc, stats, bad if shift is None else shift, bad, bad if sinks is None else sinks, out, lse, meter,
@@ -465,8 +467,7 @@ def merge(
             n * heads, splits, known_slots, float(tokens), (tile + 8) * rounding.U,
             (tile + tokens / tile + 2 * splits + 16) * 2.0**-53,
             rounding.TRITON_EXP_ERROR + cap * rounding.TRITON_TANH_ERROR,
-            weight_error + (2 * tile + 2 * tokens / tile + 16) * rounding.U, torch.finfo(like.dtype).eps,
-            (2.0**-25 if like.dtype == torch.float16 else torch.finfo(like.dtype).smallest_normal) * math.sqrt(d_v),
+            weight_error + (2 * tile + 2 * tokens / tile + 16) * rounding.U, out_error, out_floor * math.sqrt(d_v),
             tokens * 2.0**-36 * math.sqrt(d_v), HEADS=heads, DV=d_v, DVP=triton.next_power_of_2(d_v),
             SP=min(16, triton.next_power_of_2(splits)), KNOWN=known_slots > 0,
             HAS_SINKS=sinks is not None, ADD_SHIFT=shift is not None,
