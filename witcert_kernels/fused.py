@@ -423,7 +423,6 @@ def read_sequence(  # type: ignore[no-untyped-def]
             unread[row, head] = not prepare(
                 q[row, head], mu[h], f[h], u[h], channels[h], band, log_term, sm_scale,
                 const, z[h, i], coefficients[h, i], a_unit[h, i], of_byte[h, i], kept[h, i],
-            
             )  # fmt: skip
     # a slot's heads are neighbours in memory, so they are read together
     for first in range(0, tokens, NEAR):
@@ -444,8 +443,8 @@ def read_sequence(  # type: ignore[no-untyped-def]
         lost, lost_v = take_lost(s_k), take_lost(s_v)
         norm = 0.0
         for page in range(start // page_size, (start + tokens - 1) // page_size + 1):
-            largest = np.float64(v_norm[page_row[page], h])
-            norm = max(norm, largest if largest < np.inf else np.inf)
+            of_page = np.float64(v_norm[page_row[page], h])
+            norm = max(norm, of_page if of_page < np.inf else np.inf)
         for i in range(lanes):
             row, head = i // per_head, h * per_head + i % per_head
             begin, end = low[row] - start, high[row] - start
