@@ -35,6 +35,7 @@ class _Pool:
     """What both pools share: named tensors whose first axis is the page."""
 
     page_tensors: tuple[str, ...]
+    marks: tuple[str, ...]  # those whose Inf says that a key or value is not to be relied on
     layout: StoreLayout | ObservatoryLayout
     exact: ExactPages
     layer: int
@@ -72,7 +73,7 @@ class _Pool:
 
     @torch.inference_mode(False)
     def take_pages(self, pages: Tensor, num_pages: int | None = None) -> None:
-        """Replace the pages by copies of ``pages``, zero-extended.
+        """Replace the pages by copies of ``pages``, followed by unwritten ones.
 
         One call moves every part of the store, so none can be forgotten.
 
@@ -92,6 +93,12 @@ class _Pool:
             new = old.new_zeros(count, *old.shape[1:])
             new[: len(pages)] = old[pages]
             setattr(self, name, new)
+        self._unwritten(len(pages))
+
+    def _unwritten(self, first: int) -> None:
+        """Pages from ``first`` on hold no token: a cell that reads one all the same has meter 1."""
+        for name in self.marks:
+            getattr(self, name)[first:] = float("inf")
 
     @staticmethod
     def _check(layout: object, kind: type, num_pages: int, layer: int) -> None:
@@ -154,6 +161,7 @@ class PackedPool(_Pool):
         TypeError, ValueError: an argument of another type or out of range, or a calibration of another shape, by name.
     """
 
+    marks = ("k_scale", "v_scale")
     page_tensors = ("k_codes", "k_scale", "sketch", "witness", "bypass", "v_codes", "v_scale", "v_norm")
 
     @torch.inference_mode(False)
@@ -191,6 +199,7 @@ class PackedPool(_Pool):
         self.v_codes = zeros(*head, layout.head_dim_v, dtype=torch.int8)
         self.v_scale = zeros(*head, layout.groups_v, dtype=torch.float16)
         self.v_norm = zeros(num_pages, layout.kv_heads, dtype=torch.float32)
+        self._unwritten(0)
         self.exact = ExactPages(layout, 0, device)
         self._derive(device)
 
@@ -212,6 +221,7 @@ class ObservatoryPool(_Pool):
         TypeError, ValueError: an argument of another type or out of range, or a calibration of another shape, by name.
     """
 
+    marks = ("witness", "v_error")
     page_tensors = ("k_hat", "witness", "sketch", "sketch_scale", "v_hat", "v_error", "v_norm")
 
     @torch.inference_mode(False)
@@ -240,5 +250,6 @@ class ObservatoryPool(_Pool):
         self.v_hat = zeros(*head, layout.head_dim_v, dtype=layout.stored_dtype)
         self.v_error = zeros(*head, 1, dtype=torch.float16)
         self.v_norm = zeros(num_pages, layout.kv_heads, dtype=torch.float32)
+        self._unwritten(0)
         self.exact = ExactPages(layout, 0, device)
         self._derive(device)

@@ -14,6 +14,7 @@ from witcert_kernels import (
     ObservatoryPool,
     PackedPool,
     StoreLayout,
+    certified_decode,
     observe_,
     quantize_,
 )
@@ -151,6 +152,29 @@ def test_what_is_made_in_inference_mode_is_written_outside() -> None:
     assert bool((pools[0].v_norm[0] > 0).all()) and torch.equal(pools[1].k_hat[0, :3], k)
 
 
+@pytest.mark.parametrize("kind", ["packed", "observatory"])
+def test_a_slot_that_was_never_written_certifies_nothing(kind: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    k, v, q = (torch.randn(16, 2, 64, generator=g) for _ in range(3))
+    pool: PackedPool | ObservatoryPool
+    if kind == "packed":
+        pool = PackedPool(StoreLayout(2, 64, 64, page_size=16), 2)
+        quantize_(k, v, pool, torch.arange(16) + 16)
+    else:
+        pool = ObservatoryPool(ObservatoryLayout(2, 64, 64, page_size=16), 2)
+        observe_(k, v, k, v, pool, torch.arange(16) + 16)
+    pool.take_pages(torch.tensor([0, 1]), 3)
+
+    def read(pages: list[int], length: int) -> tuple[float, float]:
+        table, lengths = torch.tensor([pages], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        cert = certified_decode(q[:1], pool, table, lengths)[2]
+        return float(cert.meter.min()), float(cert.value_error.min())
+
+    assert max(read([1], 16)) < 1
+    for pages, length in (([0], 16), ([1, 0], 17), ([1, 2], 32)):
+        assert read(pages, length) == (1.0, float("inf"))
+
+
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_allocated_bytes_are_the_account(dims: tuple[int, int], dtype: torch.dtype) -> None:
@@ -196,7 +220,8 @@ def test_bad_input_is_named_before_anything_is_written() -> None:
     for name, kind, arguments in cases:
         with pytest.raises(kind, match=f"^{name}: got"):
             quantize_(*arguments)  # type: ignore[arg-type]
-    assert all(int(getattr(pool, n).count_nonzero()) == 0 for n in pool.page_tensors)
+    fresh = PackedPool(layout, 2, seed=1)
+    assert all(torch.equal(getattr(pool, n), getattr(fresh, n)) for n in pool.page_tensors)
     observatory = ObservatoryPool(ObservatoryLayout(2, 64, 32, page_size=4), 2)
     with pytest.raises(ValueError, match=r"^k_hat: got shape"):
         observe_(k, v, k[..., :8], v, observatory, slots)
