@@ -48,13 +48,17 @@ def read_gated(read: Read, tau: float) -> Reading:
 
     A token whose key is not finite stays so when its page is exact: such a row ends with all its pages exact.
     """
-    out, lse, certificate = read.run(return_shares=True)
+    out, lse, certificate = read.run()
     meter_before, compressed_before = certificate.meter, certificate.compressed
     store = read.store
     kv_heads = store.pool.layout.kv_heads
     repaired = torch.zeros(len(read.q), kv_heads, dtype=torch.int64, device=read.q.device)
     readable = read.readable_pages()[:, None, :].expand(-1, kv_heads, -1)
-    shares, hot = certificate.shares, over(certificate, tau, kv_heads)
+    hot = over(certificate, tau, kv_heads)
+    shares = torch.zeros(readable.shape, dtype=torch.float32, device=read.q.device)
+    if bool(hot.any()):  # asked for only where they are needed: on a GPU torch's own ops, not the kernels, find them
+        rows = hot.any(1).nonzero()[:, 0]
+        shares = shares.index_copy(0, rows, read.only(rows.tolist()).run(return_shares=True)[2].shares)
     while bool(hot.any()):
         exact = read.exact_pages()
         chosen = next_pages(shares, readable if exact is None else readable & (exact < 0), hot)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from witcert import StepRecord, WitCertCache
 from witcert.gate import next_pages, over
+from witcert.read import Read
 from witcert_kernels import Certificate
 
 from .models import HEADS, KV_HEADS, NO_GATE_LEFT, Watch, forward, generate, model, prompt
@@ -80,6 +82,21 @@ def test_only_hot_kv_heads_are_repaired_and_only_what_is_needed() -> None:
     table = cache.layers[1].store.exact_pages
     assert not bool((table[:, 0] >= 0).any())
     assert bool((table[:, 1] >= 0).any())
+
+
+def test_shares_are_asked_for_only_when_a_page_must_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    run = Read.run
+
+    def counting(self: Read, **options: Any) -> Any:
+        asked.append(bool(options.get("return_shares")))
+        return run(self, **options)
+
+    monkeypatch.setattr(Read, "run", counting)
+    for scheme, tau, wanted in (("int8", 0.9, False), ("rtn2", 0.05, True)):
+        asked.clear()
+        generate("llama", prompt(40, 9), WitCertCache(model("llama").config, scheme, tau=tau, page_size=4))
+        assert asked and any(asked) is wanted
 
 
 def test_prefill_rows_are_metered_and_not_gated() -> None:
