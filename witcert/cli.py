@@ -31,7 +31,8 @@ CalibrationOption = Annotated[
     typer.Option("--calibration", help="Calibration file of `witcert calibrate`; the default model has one."),
 ]
 TauOption = Annotated[
-    float | None, typer.Option("--tau", help="Repair what the meter puts above this; none if left out.")
+    float | None,
+    typer.Option("--tau", help="Repair what the meter puts above this; from 1 on, rank by risk; none if left out."),
 ]
 
 
@@ -209,7 +210,12 @@ def calibrate(
     tau: Annotated[float, typer.Option("--tau", help="Threshold of the coverage.")] = 0.2,
     target: Annotated[
         float | None,
-        typer.Option("--target", help="Coverage to reach with the fewest bytes; one that reads 1.000 if left out."),
+        typer.Option(
+            "--target",
+            min=0.0,
+            max=1.0,
+            help="Coverage to reach with the fewest bytes; one that reads 1.000 if left out.",
+        ),
     ] = None,
 ) -> None:
     """Fit equaliser, sketch directions and bypass to a text, and print bytes against coverage.
@@ -233,6 +239,11 @@ def calibrate(
         )
     result.save(output)
     out.print(calibration.table(trade_off))
+    chosen = result.metadata
+    out.print(
+        f"{output}: {len(result.fitted)} layers, fitted to {chosen.length} tokens; chosen: sketch {chosen.sketch}, "
+        f"witness_bands {chosen.witness_bands}, bypass {chosen.bypass}"
+    )
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .cache import WitCertCache
+from .model import cache_argument
 
 
 def generate(
@@ -53,7 +54,7 @@ def generate(
     with torch.inference_mode():
         model.generate(
             **inputs,
-            past_key_values=cache,
+            **{cache_argument(model): cache},
             max_new_tokens=max_new_tokens,
             do_sample=False,
             streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),

@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -70,6 +71,11 @@ def load(
     if path.is_file() and path.suffix == ".gguf":
         return _load(path.parent, dtype, gguf_file=path.name)
     raise ValueError(f"model: got {path}; want an existing local directory or .gguf file")
+
+
+def cache_argument(model: Any) -> str:
+    """What a transformers model calls the argument that takes its cache."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 def default_model(cache: Path | None = None, run: Runner = subprocess.run) -> Path:

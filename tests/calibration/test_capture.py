@@ -170,8 +170,14 @@ def test_file_round_trip(dtype: torch.dtype, tmp_path: Path, ids: torch.Tensor) 
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"cannot be written"):
+    with pytest.raises(OSError, match=r"none/c\.safetensors"):
         captured(tokens=3, steps=1).save(tmp_path / "none" / "c.safetensors")
+
+
+def test_a_file_is_readable_by_whom_other_files_are(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    captured(tokens=3, steps=1).save(tmp_path / "c.safetensors")
+    assert (tmp_path / "c.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_file_of_another_engine_needs_only_the_scale(tmp_path: Path) -> None:
