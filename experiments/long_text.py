@@ -11,7 +11,7 @@ from torch import Tensor
 
 from experiments import decoding, model
 from experiments.decoding import Array, Watch
-from experiments.intervals import over_prompts
+from experiments.intervals import columns, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table, Violations
 from experiments.synthetic import TAU
 from witcert import WitCertCache
@@ -186,7 +186,10 @@ def run(quick: bool = False) -> Result:
             ),
             Table(
                 f"Coverage along the texts, in {PARTS} parts",
-                ("last step of the part", "meter", "lowest text", "e-form", "lowest text", "entropy", "median true TV"),
+                (
+                    "last step of the part",
+                    *columns("meter", "e-form", "entropy", "median true TV"),
+                ),
                 [_part(watch, trends, i, part) for i, part in enumerate(parts)],
             ),
         ],
@@ -199,9 +202,9 @@ def _part(watch: Watch, trends: dict[str, Array], i: int, part: Array) -> tuple[
     inside = np.isin(watch.all("step")[:, 0, 0], part)
     return (
         int(part[-1] - watch.all("step").min() + 1),
-        *(float(f(trends[name][i])) for name in ("meter", "eform") for f in (np.mean, np.min)),
-        float(watch.all("entropy")[inside].mean()),
-        float(np.median(watch.all("true")[inside])),
+        *(x for name in ("meter", "eform") for x in spread(trends[name][i][:, None])),
+        *spread(list(watch.all("entropy")[inside].swapaxes(0, 1))),
+        *spread(list(watch.all("true")[inside].swapaxes(0, 1)), np.median),
     )
 
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import activations, model, needles
-from experiments.intervals import coverage, over_prompts
+from experiments.intervals import INTERVAL, coverage, over_prompts, share_of, spread
 from experiments.result import Cell, Result, Row, Table, Violations
 from experiments.synthetic import TAU
 from witcert.calibration import default, fit
@@ -18,7 +18,7 @@ from witcert.schemes import Scheme, fp8_scaled, get, names
 NAME = "rescue"
 LOOSE = 5.0
 LOOSELY = ("kivi2", "fp8_raw", "rtn8", "kvquant4", "rtn2", "sign1")  # gated at LOOSE too: the paper's, and what breaks
-PROMPTS = 6
+PROMPTS = 8
 QUICK = ("fp8_raw", "fp8_scaled", "rtn8", "kivi2", "kvquant4")
 SAFE = 0.99  # coverage that counts as high
 PAIRS = 8
@@ -136,10 +136,15 @@ def run(quick: bool = False) -> Result:
                     "scheme",
                     "gate",
                     "right",
+                    INTERVAL,
                     "coverage",
+                    INTERVAL,
                     "median meter",
+                    INTERVAL,
                     "median true TV",
+                    INTERVAL,
                     f"true TV > {TAU}",
+                    INTERVAL,
                     "pages paged in, %",
                     "cells",
                 ),
@@ -151,24 +156,24 @@ def run(quick: bool = False) -> Result:
 
 
 def _entry(answers: needles.Answers, scheme: str, tau: float | None) -> tuple[Cell, ...]:
-    meter, true = (np.concatenate(answers.cells(scheme, tau, name)) for name in ("meter", "true_tv"))
+    meter, true = (answers.cells(scheme, tau, name) for name in ("meter", "true_tv"))
     runs = [answer.run for answer in answers(scheme, tau)]
     return (
         scheme,
         "none" if tau is None else f"τ = {tau:g}",
-        float(np.mean(answers.right(scheme, tau))),
-        float((meter <= TAU).mean()) if len(meter) else None,
-        float(np.median(meter)) if len(meter) else None,
-        float(np.median(true)) if len(true) else None,
-        float((true > TAU).mean()) if len(true) else None,
+        *share_of(answers.right(scheme, tau)),
+        *spread([(value <= TAU).astype(float) for value in meter]),
+        *spread(meter, np.median),
+        *spread(true, np.median),
+        *spread([(value > TAU).astype(float) for value in true]),
         None if tau is None else 100 * sum(r.pages_repaired for r in runs) / sum(r.pages for r in runs),
-        len(meter),
+        sum(map(len, meter)),
     )
 
 
 def plot(result: Result) -> Figure:
     """Answers and coverage by scheme (no bar: that gate was not tried), and coverage against the score."""
-    rows = [(str(row[0]), str(row[1]), float(row[2] or 0), float(row[3] or 0)) for row in result.tables[0].rows]
+    rows = [(str(row[0]), str(row[1]), float(row[2] or 0), float(row[4] or 0)) for row in result.tables[0].rows]
     plain = sorted((row for row in rows if row[1] == "none"), key=lambda row: (row[3], row[2]))
     schemes = [row[0] for row in plain]
     figure = Figure(figsize=(12, 5), layout="constrained")

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from experiments import activations
 from experiments.activations import LENGTHS, TEXTS, Text
+from experiments.beside import every_bound
 from experiments.cells import EFORM, Account, Array, Cells, covered
 from experiments.intervals import INTERVAL, over_prompts, spread
 from experiments.result import Cell, Result, Row, Table
@@ -107,10 +108,8 @@ def measure(account: Account, texts: Iterable[tuple[int, Text]], stores: Sequenc
                 if layout.equalizer or layout.sketch or layout.bypass:
                     fitted = activations.calibration(quick, bypass=layout.bypass, equalizer=layout.equalizer)[n]
                 cells = read(attention, n, kept, fitted, local)
-                values = cells.values((EFORM, "meter"))
-                kind = "radius" if kept.source == "radius" else "half_step and witness"
-                account.check(f"{kind}: meter and e-form >= true total variation", values.values(), [cells.tv])
-                account.check(f"{kind}: c >= every logit error", [cells.c], [np.abs(cells.eps)])
+                kind = "radius: " if kept.source == "radius" else "half_step and witness: "
+                values = account.bounds(cells, every=kept in NAMED, kind=kind)
                 mean = (cells.p_tilde * cells.c).sum(-1)
                 account.add(_key(kept), i, {"true": cells.tv, "mean c": mean, **values})
 
@@ -170,9 +169,6 @@ def _tables(account: Account, texts: Sequence[Text], whole: Sequence[int], half:
     def stored(kept: Kept) -> tuple[Cell, ...]:
         return (kept.name, kept.layout.bytes(d) - Layout().bytes(d), kept.source)
 
-    def middle(kept: Kept, name: str, prompts: Sequence[int]) -> float:
-        return float(np.median(value(kept, name, prompts)))
-
     def every_text(title: str, statistic: Callable[[Array], Any]) -> Table:
         rows: list[tuple[Cell, ...]] = []
         for i, text in enumerate(texts):
@@ -192,26 +188,42 @@ def _tables(account: Account, texts: Sequence[Text], whole: Sequence[int], half:
         (
             *stored(kept),
             *spreads(kept, whole),
-            middle(kept, "true", whole),
-            float((value(kept, EFORM, whole) <= TAU).mean()),
-            middle(kept, "mean c", whole),
+            *spread(value(kept, "true", whole), np.median),
+            *spread(covered(value(kept, EFORM, whole))),
+            *spread(value(kept, "mean c", whole), np.median),
         )
         for kept in STORES
     ]
     narrow = [(*stored(kept), bits, *spreads(kept.at(bits), half)) for bits in WIDTHS for kept in STORES]
     groups = [
-        (label, kept.name, kept.source, *spreads(kept, prompts), middle(kept, "true", prompts))
+        (label, kept.name, kept.source, *spreads(kept, prompts), *spread(value(kept, "true", prompts), np.median))
         for label, prompts in _groups(texts, whole).items()
         for kept in NAMED
     ]
     dithers: list[tuple[Cell, ...]] = [
-        (period, *spreads(kept, whole), middle(kept, "true", whole), float(value(kept, "true", whole).max()))
+        (
+            period,
+            *spreads(kept, whole),
+            *spread(value(kept, "true", whole), np.median),
+            float(value(kept, "true", whole).max()),
+        )
         for period, kept in ((period, Kept(Layout(dither=period), "radius")) for period in PERIODS)
     ]
     return [
         Table(
             "8 bits, all texts; bytes beyond the codes and one scale, for a 16-bit model; c as attention weighs it",
-            ("store", "extra bytes", "source", *columns, "median true", "coverage by e-form", "median mean c"),
+            (
+                "store",
+                "extra bytes",
+                "source",
+                *columns,
+                "median true",
+                INTERVAL,
+                "coverage by e-form",
+                INTERVAL,
+                "median mean c",
+                INTERVAL,
+            ),
             eight,
         ),
         Table(
@@ -221,15 +233,16 @@ def _tables(account: Account, texts: Sequence[Text], whole: Sequence[int], half:
         ),
         Table(
             "Domains (2048 tokens or a needle prompt), and two texts at each length, whose interval is their range",
-            ("texts", "store", "source", *columns, "median true"),
+            ("texts", "store", "source", *columns, "median true", INTERVAL),
             groups,
         ),
         *(every_text(title, statistic) for title, statistic in judged.items()),
         Table(
             "Tokens that share a dither vector (plain store, radius)",
-            ("tokens", *columns, "median true", "largest true"),
+            ("tokens", *columns, "median true", INTERVAL, "largest true"),
             dithers,
         ),
+        *every_bound(("store, 8 bits", "source"), {(k.name, k.source): account.beside(_key(k), whole) for k in NAMED}),
     ]
 
 

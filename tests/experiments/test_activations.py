@@ -98,7 +98,7 @@ def test_an_unsound_source_is_counted(quick: dict[str, Result], chosen: Path, mo
     monkeypatch.setattr(Store, "half_step", lambda self, q: honest(self, q) / 50)
     counts = {entry.claim: entry.count for entry in sources.run(quick=True).violations}
     assert counts["half_step and witness: c >= every logit error"] > 0
-    assert counts["half_step and witness: meter and e-form >= true total variation"] > 0
+    assert counts["half_step and witness: every bound >= true total variation"] > 0
 
 
 def test_an_unsound_bound_is_counted() -> None:

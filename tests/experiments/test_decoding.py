@@ -121,7 +121,7 @@ def test_a_gate_pages_in_no_more_at_a_larger_threshold() -> None:
 
 def test_a_certified_gate_covers_every_cell() -> None:
     gated = [row for row in committed(rescue).tables[0].rows if row[1] == f"τ = {synthetic.TAU}"]
-    assert gated and all(row[3] in (None, 1.0) for row in gated)
+    assert gated and all(row[4] in (None, 1.0) for row in gated)
 
 
 def test_a_bound_below_the_truth_is_counted(chosen: Path, texts: list[Text]) -> None:
