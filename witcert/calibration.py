@@ -1,4 +1,4 @@
-"""Calibration: the equaliser, sketch directions and bypass pairs of a model, fitted on a text (design section 2.2).
+"""Calibration: the equaliser, sketch directions and bypass pairs of a model, fitted on a text.
 
 Soundness never depends on a calibration, only tightness does.
 """
@@ -176,7 +176,7 @@ def default_for(model: PreTrainedModel | Captured | ModelFingerprint) -> Calibra
 def fit(
     captured: Captured, *, bypass: int = 0, directions: int = DIRECTIONS, equalizer: bool = True
 ) -> list[LayerCalibration]:
-    """Fit every layer to captured tensors (design section 2.2).
+    """Fit every layer to captured tensors.
 
     μ is the mid-range of a channel, f the larger half-range of a RoPE pair. The directions are the uncentred principal
     directions of z = q∘f over all queries of a kv head's group. Bypass pairs are taken one by one, each the one without

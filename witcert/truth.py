@@ -1,7 +1,7 @@
 """The true total variation of a read, for measurement only: dequantises the store and needs the exact keys.
 
 It is what the meter bounds: attention over the exact keys against attention over what is stored, both in real
-arithmetic up to float64's rounding (design section 2.2).
+arithmetic up to float64's rounding.
 """
 
 from __future__ import annotations

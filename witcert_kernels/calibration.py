@@ -1,4 +1,4 @@
-"""One layer's calibration: equaliser, sketch directions and bypass pairs (design section 2.2)."""
+"""One layer's calibration: equaliser, sketch directions and bypass pairs."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class StoreLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's key and value in one kv head (design section 5), page norms not counted."""
+        """Bytes of one token's key and value in one kv head, page norms not counted."""
         key = self.head_dim + 2 * self.groups + self.sketch + self.witness_bands
         return key + 2 * self.bypass * self.dtype.itemsize + self.head_dim_v + 2 * self.groups_v
 

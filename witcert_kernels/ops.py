@@ -444,7 +444,7 @@ def certified_decode(
         TypeError, ValueError: a wrong dtype, shape, device or range, by name.
 
     Lean: ``WitCert.tv_tilt_le_meter``, ``WitCert.merge_splits``, ``WitCert.tierA_certificate``,
-    ``WitCert.tierB_certificate``, ``WitCert.output_error_le``; design section 2.
+    ``WitCert.tierB_certificate``, ``WitCert.output_error_le``.
     """
     if not isinstance(pool, PackedPool | ObservatoryPool):
         raise TypeError(f"pool: got {type(pool).__name__}, wants a PackedPool or an ObservatoryPool")

@@ -1,4 +1,4 @@
-"""Philox4x32-10 and the page-shared dither, on tensors (design section 2.2, "The dither")."""
+"""Philox4x32-10 and the page-shared dither, on tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the read needs of a query, in float64, before it sees a token (design section 2.2).
+"""What the read needs of a query, in float64, before it sees a token.
 
 With z = q∘f, a = z·u and w = z − Σ a u, every per-token quantity of the packed store is linear in the token's steps, so
 the read path only multiplies a coefficient by a scale.

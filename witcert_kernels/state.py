@@ -1,4 +1,4 @@
-"""Split-KV partial results and their merge (design section 2.3; Lean ``WitCert.merge_splits``), and the meter.
+"""Split-KV partial results and their merge (Lean ``WitCert.merge_splits``), and the meter.
 
 Everything but a tile's own arithmetic is float64 here. A partial covers some tokens of one sequence.
 """

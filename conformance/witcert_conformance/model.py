@@ -1,4 +1,4 @@
-"""What a read means (design section 2.2), from the stored bytes: logits and their bounds, exactly and in float64.
+"""What a read means, from the stored bytes: logits and their bounds, exactly and in float64.
 
 A :class:`Block` is one sequence and kv head: rows are its query rows times the query heads of the kv head, tokens are
 those of the pool, then the rows' own chunk, then a sink.

@@ -62,7 +62,7 @@ def decode_torch(q: torch.Tensor, pool: Pool, *args: Any, **options: Any) -> Res
 
 
 def stored_bounds(case: Case, b: int, q: torch.Tensor, sm_scale: float, delta_local: float = 0.0) -> np.ndarray:
-    """c of design section 2.2 from the stored bytes, float64 ``[heads, tokens]``, no rounding allowed for."""
+    """c, the bound on a logit's error, from the stored bytes, float64 ``[heads, tokens]``, no rounding allowed for."""
     pool, calibration = case.pool, case.pool.calibration
     per_head = case.heads // pool.layout.kv_heads
     steps = torch.from_numpy(stored_keys(case, b)[2])
