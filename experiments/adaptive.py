@@ -20,7 +20,7 @@ from experiments import activations, model, stores
 from experiments.activations import Text
 from experiments.cells import Account, Cells
 from experiments.decoding import Array, Watch
-from experiments.intervals import over_prompts
+from experiments.intervals import between, over_prompts
 from experiments.result import Cell, Result, Row, Table, Violations
 from experiments.stores import Attention, Layout
 from experiments.synthetic import DELTA
@@ -216,9 +216,9 @@ def run(quick: bool = False) -> Result:
     def largest(adapt: bool, name: str = "strain") -> list[Array]:
         return [values.max(-1) for values in path(adapt, name)]
 
-    def ratio(adapt: bool) -> float:
+    def ratios(adapt: bool) -> list[float]:
         pairs = zip(path(adapt, "true"), path(adapt, "meter"), strict=True)
-        return max(float((true / meter).max()) for true, meter in pairs)
+        return [float((true / meter).max()) for true, meter in pairs]
 
     log_term = float(np.log(2 * length / local()))
     free = f"span of {ranks[-1]}"
@@ -239,6 +239,7 @@ def run(quick: bool = False) -> Result:
                 float(account(name, "half-step").max()),
                 float(account(name, "witness").max()),
                 None if name == "real queries" else float(account(name, "TV over meter").max()),
+                *(between(over(name, "strain", statistic)[1]) for statistic in (np.median, np.max)),
             )
         )
     in_model: list[tuple[Cell, ...]] = [
@@ -249,7 +250,8 @@ def run(quick: bool = False) -> Result:
             float(max(x.max() for x in largest(adapt))),
             float(max(x.max() for x in largest(adapt, "half-step"))),
             float(max(x.max() for x in largest(adapt, "witness"))),
-            ratio(adapt),
+            max(ratios(adapt)),
+            *(between(over_prompts(largest(adapt), statistic)[1]) for statistic in (np.median, np.max)),
         )
         for adapt in (True, False)
     ]
@@ -276,9 +278,13 @@ def run(quick: bool = False) -> Result:
         samples=len(texts),
         seed=SEED,
         rows=[
-            Row("trajectory chosen for strain: largest true TV over meter (paper: free decoding)", 0.536, ratio(True)),
-            Row("trajectory drawn: largest strain", None, max(float(x.max()) for x in largest(False))),
-            Row("trajectory chosen for strain: largest strain", None, max(float(x.max()) for x in largest(True))),
+            Row(
+                "trajectory chosen for strain: largest true TV over meter (paper: free decoding)",
+                0.536,
+                *over_prompts(np.array(ratios(True))[:, None], np.max),
+            ),
+            Row("trajectory drawn: largest strain", None, *over_prompts(largest(False), np.max)),
+            Row("trajectory chosen for strain: largest strain", None, *over_prompts(largest(True), np.max)),
             Row("real queries: largest strain", None, *over("real queries", "strain", np.max)),
             Row("free query: largest strain", None, *over(free, "strain", np.max)),
             Row("free query: median strain", None, *over(free, "strain", np.median)),
@@ -315,6 +321,8 @@ def run(quick: bool = False) -> Result:
                     "error over half-step",
                     "error over witness",
                     "TV over the radius's meter",
+                    "median strain, 95 %",
+                    "largest strain, 95 %",
                 ),
                 table,
             ),
@@ -328,6 +336,8 @@ def run(quick: bool = False) -> Result:
                     "error over half-step",
                     "error over witness",
                     "TV over meter",
+                    "median strain, 95 %",
+                    "largest strain, 95 %",
                 ),
                 in_model,
             ),
