@@ -20,7 +20,9 @@ CHOICES: dict[str, tuple[int, ...]] = {
     "splits": (4, 16, 32), "block_n": (32, 128), "num_warps": (2, 8), "num_stages": (2, 4), "maxnreg": (96, 168),
 }  # fmt: skip
 TOGETHER = [{"maxnreg": 168, "splits": 6}]  # three programs a multiprocessor, and no more than run at once
-TINY: dict[str, tuple[int, ...]] = {"splits": (1, 2), "block_n": (32,), "num_warps": (2,)}
+if SMOKE:
+    CHOICES = {"splits": (1, 2), "block_n": (32,), "num_warps": (2,)}
+    TOGETHER += [{"splits": 2, "block_n": 32}]
 
 
 class Launch:
@@ -36,34 +38,40 @@ class Launch:
 def measure(problem: Problem, chosen: dict[str, int]) -> float:
     """Milliseconds with these options in place of the present ones."""
     launch = {name: value for name, value in chosen.items() if name not in ("splits", "block_n")}
-    plan = problem.make_plan(splits=chosen["splits"]) if "splits" in chosen else problem.plan
-    kernel = triton_reader._packed_kernel
-    with mock.patch.object(triton_reader, "_packed_kernel", Launch(kernel, launch)):
-        if "block_n" not in chosen:
-            return device_ms({"decode": lambda: problem.decode(plan=plan)})["decode"]
-        with mock.patch.object(triton_tiles.Read, "block_n", chosen["block_n"]):
-            return device_ms({"decode": lambda: problem.decode(plan=plan)})["decode"]
+    read, kernel = triton_tiles.Read, triton_reader._packed_kernel
+    with (
+        mock.patch.object(read, "block_n", chosen.get("block_n", read.block_n)),
+        mock.patch.object(triton_reader, "_packed_kernel", Launch(kernel, launch)),
+    ):
+        plan = problem.make_plan(**{name: chosen[name] for name in ("splits",) if name in chosen})
+        return device_ms({"decode": lambda: problem.decode(plan=plan)})["decode"]
 
 
 def main() -> None:
     """One at a time, then together."""
     arguments(__doc__)
     problem = Problem(Shape(1, 4, 2, 64, dim=32, page=16) if SMOKE else Shape(8, 32, 8, 32768))
-    present = measure(problem, {})
-    rows = [{"options": "present", "ms": present}]
+    rows: list[dict[str, Any]] = []
+
+    def tried(name: str, chosen: dict[str, int]) -> float:
+        """Milliseconds, Inf where the options do not fit."""
+        try:
+            ms = measure(problem, chosen)
+        except Exception as error:  # more registers or shared memory than there are
+            rows.append({"options": f"{name}: {type(error).__name__}", "ms": None})
+            return float("inf")
+        rows.append({"options": name, "ms": ms})
+        return ms
+
+    present = tried("present", {})
     best: dict[str, int] = {}
-    for name, values in (TINY if SMOKE else CHOICES).items():
-        times = {}
-        for value in values:
-            try:
-                times[value] = measure(problem, {name: value})
-            except Exception as error:  # more registers or shared memory than there are
-                rows.append({"options": f"{name}={value}: {type(error).__name__}", "ms": float("nan")})
-                continue
-            rows.append({"options": f"{name}={value}", "ms": times[value]})
-        if times and min(times.values()) < present:
-            best[name] = min(times, key=lambda value: times[value])
-    rows += [{"options": f"together {chosen}", "ms": measure(problem, chosen)} for chosen in (*TOGETHER, best)]
+    for name, values in CHOICES.items():
+        times = {value: tried(f"{name}={value}", {name: value}) for value in values}
+        value = min(values, key=times.__getitem__)
+        if times[value] < present:
+            best[name] = value
+    for chosen in (*TOGETHER, best):
+        tried(f"together {chosen}", chosen)
     print(table(rows))
     print(write("gpu_tune", {"rows": rows, "best": best}))
 

@@ -57,7 +57,7 @@ def test_tuning_runs(tmp_path: Path) -> None:
     subprocess.run(command, env=environment(tmp_path), capture_output=True, check=True)
     rows = results(tmp_path, "gpu_tune")
     assert rows[0]["options"] == "present" and rows[-1]["options"].startswith("together")
-    assert all(row["ms"] > 0 for row in rows)
+    assert all(row["ms"] is not None and row["ms"] > 0 for row in rows), rows
 
 
 @pytest.mark.parametrize("command", [[sys.executable, "gpu_decode.py"], ["bash", "gpu_check.sh"]])
