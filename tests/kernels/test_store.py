@@ -87,6 +87,21 @@ def test_stored_key_is_within_half_a_step(dithered: bool, dtype: torch.dtype) ->
             assert norm <= int(pool.witness[page, offset, 0, b]) ** 2 * unit_square
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_pages_norm_covers_every_value_that_its_codes_may_stand_for(dtype: torch.dtype) -> None:
+    """Half a step away in each channel, in exact rationals."""
+    layout = StoreLayout(2, 32, 32, dtype=dtype, group=16, page_size=4)
+    case = make_case(2, layout, [10], heads=2)
+    pool = case.pool
+    for t in range(10):
+        page, offset = int(case.page_table[0, t // 4]), t % 4
+        for h in range(2):
+            steps = rational(pool.v_scale[page, offset, h].repeat_interleave(16))
+            codes = rational(pool.v_codes[page, offset, h])
+            furthest = sum(((abs(c) + Fraction(1, 2)) * s) ** 2 for c, s in zip(codes, steps, strict=True))
+            assert Fraction(float(pool.v_norm[page, h])) ** 2 >= furthest
+
+
 def test_scale_is_the_smallest_that_covers() -> None:
     layout = StoreLayout(1, 64, 64, page_size=1)
     pool = PackedPool(layout, 400)
