@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from experiments import activations
 from experiments.cells import EFORM, Account, Array, Cells, auc, covered, two_part
 from experiments.intervals import Interval, between, columns, over_prompts, spread
-from experiments.result import Cell, Result, Row, Table
+from experiments.result import Cell, Result, Row, Table, number
 from experiments.stores import Attention, observe
 from experiments.synthetic import BOUNDS, TAU
 from witcert.schemes import Scheme, get, names
@@ -169,9 +169,20 @@ def _tables(account: Account, schemes: list[str]) -> list[Table]:
         bound["paper"] = np.minimum(bound[EFORM], bound["two_sided"])
         judged = ("paper", "rc_tanh", "tanh", "meter", *reported)
         shares.append((scheme, *chain(*(spread(covered(bound[name])) for name in judged))))
-        order = ("attained", *reported[-2::-1], "sharp", "tanh", "rc_tanh", RETENTION, "two_sided")
-        certain = chain(*(spread(bound[name], np.median) for name in (BEST, "meter", EFORM)))
-        medians.append((scheme, float(np.median(true)), *certain, *(float(np.median(bound[name])) for name in order)))
+        order = (
+            BEST,
+            "meter",
+            EFORM,
+            "attained",
+            *reported[-2::-1],
+            "sharp",
+            "tanh",
+            "rc_tanh",
+            RETENTION,
+            "two_sided",
+        )
+        middle = (spread(values, np.median) for values in (true, *(bound[name] for name in order)))
+        medians.append((scheme, *(f"{number(value)} ({interval})" for value, interval in middle)))
         danger, alarm = true > DANGER[0], bound[BEST] > DANGER[0]
         areas: list[Cell] = []
         for name, level in (("log10 e-form", DANGER[0]), ("meter", DANGER[0]), (BEST, DANGER[0]), (BEST, DANGER[1])):
@@ -187,11 +198,13 @@ def _tables(account: Account, schemes: list[str]) -> list[Table]:
             shares,
         ),
         Table(
-            "Medians",
+            "Medians (95 %)",
             (
                 "scheme",
                 "true",
-                *columns(BEST, "meter", "e-form"),
+                BEST,
+                "meter",
+                "e-form",
                 "attained",
                 *reported[-2::-1],
                 "sharp",
