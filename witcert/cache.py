@@ -191,9 +191,10 @@ class WitCertCache(Cache):
     Raises:
         TypeError, ValueError: a model or an argument that is not supported, by name.
 
-    Use with ``model.set_attn_implementation("witcert")`` and ``past_key_values=cache``. Logical positions do not count
-    left padding. A chunk of one position reads everything from the store; a longer one, and the first token of a
-    sequence, attend to their own chunk exactly and to the rest from the store. No length is refused.
+    Use with ``model.set_attn_implementation("witcert")`` and ``cache=cache`` (``past_key_values=cache`` in older
+    transformers). Logical positions do not count left padding. A chunk of one position reads everything from the store;
+    a longer one, and the first token of a sequence, attend to their own chunk exactly and to the rest from the store.
+    No length is refused.
     """
 
     layers: list[WitCertLayer]  # type: ignore[assignment]
